@@ -1,0 +1,32 @@
+"""The MLP of GPT-2: first weight split by columns over tp, second by rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jax5d.layers.init import normal
+from jax5d.parallel.tensor import Boundary
+
+
+class Mlp(nnx.Module):
+    """d -> d_ff -> d with tanh GELU. The second bias is added after the sum over tp, so it counts once."""
+
+    def __init__(self, d_model: int, d_ff: int, *, out_std: float, boundary: Boundary, rngs: nnx.Rngs):
+        self.w_in = nnx.Param(normal(rngs, d_model, d_ff), spec=P(None, "tp"))
+        self.b_in = nnx.Param(jnp.zeros(d_ff), spec=P("tp"))
+        self.w_out = nnx.Param(normal(rngs, d_ff, d_model, std=out_std), spec=P("tp", None))
+        self.b_out = nnx.Param(jnp.zeros(d_model), spec=P(None))
+        self.boundary = boundary
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, Any], dict[str, Any]]:
+        """Residual stream [b, s_stream, d] -> the same, no losses, no statistics."""
+        x = self.boundary.enter(x)
+        hidden = jnp.einsum("bsd,df->bsf", x, self.w_in[...].astype(x.dtype)) + self.b_in[...].astype(x.dtype)[None, None]
+        y = jnp.einsum("bsf,fd->bsd", jax.nn.gelu(hidden, approximate=True), self.w_out[...].astype(x.dtype))
+        y = self.boundary.leave(y)
+        return y + self.b_out[...].astype(y.dtype)[None, None], {}, {}

@@ -1,0 +1,69 @@
+"""A mixture of experts in the MLP's place: experts split over ep, each expert's width over tp.
+
+The router reads the residual stream, before the tensor-parallel region, so its gradient is that of any weight of the
+stream and needs no rule of its own.
+
+Shapes: b batch, s sequence, d d_model, e experts (all or local), f d_ff (local), g groups, t tokens of a group,
+k choices, c slots.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jax5d.layers.init import normal
+from jax5d.parallel.expert import Route, assign, balance, capacity, choose, combine, dispatch
+from jax5d.parallel.tensor import Boundary
+
+
+class Moe(nnx.Module):
+    """Top-k experts d -> d_ff -> d with tanh GELU, without biases; router in float32, without bias."""
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        experts: int,
+        *,
+        top_k: int,
+        factor: float,
+        group: int,
+        out_std: float,
+        boundary: Boundary,
+        rngs: nnx.Rngs,
+    ):
+        self.router = nnx.Param(normal(rngs, d_model, experts), spec=P(None, None))
+        self.w_in = nnx.Param(normal(rngs, experts, d_model, d_ff), spec=P("ep", None, "tp"))
+        self.w_out = nnx.Param(normal(rngs, experts, d_ff, d_model, std=out_std), spec=P("ep", "tp", None))
+        self.top_k, self.factor, self.group, self.boundary = top_k, factor, group, boundary
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array]]:
+        """Residual stream [b, s_stream, d] -> the same, the router's losses, and its counts."""
+        logits = jnp.einsum("bsd,de->bse", x.astype(jnp.float32), self.router[...])
+        route = choose(logits, self.top_k)
+        balanced = balance(logits, route, self.boundary.axes)
+        y, dropped = self._experts(self.boundary.enter(x), jax.tree.map(self.boundary.enter, route))
+        losses = {"aux_loss": balanced.aux_loss, "router_z_loss": balanced.z_loss}
+        return self.boundary.leave(y), losses, {"expert_load": balanced.load, "dropped_tokens": dropped}
+
+    def _experts(self, x: jax.Array, route: Route) -> tuple[jax.Array, jax.Array]:
+        """Partial sums [b, s, d] of the chosen experts, and how many choices found no slot (int32 [])."""
+        b, s, d = x.shape
+        t = self.group or s
+        x, route = jax.tree.map(lambda a: a.reshape(b * s // t, t, a.shape[-1]), (x, route))
+        experts = self.router.shape[1]
+        size = capacity(t, experts, self.top_k, self.factor)
+        slots = assign(route.experts, experts)
+        hidden = jnp.einsum("gecd,edf->gecf", dispatch(x, route.experts, slots, experts, size), self._cast(self.w_in, x))
+        y = jnp.einsum("gecf,efd->gecd", jax.nn.gelu(hidden, approximate=True), self._cast(self.w_out, x))
+        dropped = jnp.sum(slots >= size, dtype=jnp.int32)
+        once = jnp.where(lax.axis_index("tp") == 0, dropped, 0)  # every tp device counts the same tokens
+        return combine(y, route, slots).reshape(b, s, d), once
+
+    @staticmethod
+    def _cast(weight: nnx.Param, x: jax.Array) -> jax.Array:
+        return weight[...].astype(x.dtype)

@@ -1,0 +1,28 @@
+"""Layer normalisation (Ba et al., arXiv:1607.06450)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+EPS = 1e-5
+
+
+class LayerNorm(nnx.Module):
+    """Mean 0 and variance 1 over the last dim, then scale and bias; in float32, result in x's dtype."""
+
+    def __init__(self, d_model: int):
+        self.scale = nnx.Param(jnp.ones(d_model), spec=P(None))
+        self.bias = nnx.Param(jnp.zeros(d_model), spec=P(None))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., d] -> [..., d]."""
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+        normed = centred * lax.rsqrt(variance + EPS)
+        shape = (1,) * (x.ndim - 1) + (-1,)
+        return (normed * self.scale[...].reshape(shape) + self.bias[...].reshape(shape)).astype(x.dtype)

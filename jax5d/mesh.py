@@ -1,0 +1,43 @@
+"""The one mesh: five named axes, outermost first, over every device of the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jax5d.config import MeshConfig, check_devices
+
+AXES = ("pp", "dp", "ep", "cp", "tp")
+"""Mesh axes, outermost first; tp is innermost so that its devices are neighbours on one host."""
+
+DATA_AXES = ("dp", "ep", "cp")
+"""Axes over which devices hold different tokens."""
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The five-axis mesh over `devices` (default: all). Raises `ConfigError` where the product does not match."""
+    shape = tuple(getattr(config, axis) for axis in AXES)
+    if devices is None:
+        devices = jax.devices()
+        check_devices(config, len(devices))
+        return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    check_devices(config, len(devices))
+    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def use_cpu_devices(count: int) -> None:
+    """Make `count` fake CPU devices. Call before anything asks JAX for a device.
+
+    The scheduler flag keeps independent collectives in one order on every fake device; without it, two
+    collectives that do not depend on each other may start in a different order on each and wait for ever.
+    """
+    flag = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)

@@ -1,0 +1,155 @@
+"""From a configuration to a model that the executor can run: parameters, their specs, and the three parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_policies
+from jax.sharding import PartitionSpec as P
+
+from jax5d.config import MeshConfig, ModelConfig, ParallelConfig
+from jax5d.layers.attention import SAVED, choose_attention
+from jax5d.layers.dropout import Place, site
+from jax5d.models.transformer import Block, Transformer
+from jax5d.parallel.data import varying
+from jax5d.parallel.pipeline import Work
+from jax5d.parallel.sequence import SequenceBoundary
+from jax5d.parallel.tensor import Boundary, TensorBoundary
+
+Tree = Any
+
+BATCH_SPEC = P(None, ("dp", "ep"), "cp")
+"""Spec of a batch's arrays [microbatches, rows, sequence]."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model laid out for a mesh. Its methods but `init` run inside the step's shard_map.
+
+    Parameters are a dict {"outer": ..., "blocks": ...} of plain arrays; every leaf of "blocks" has a leading layers dim.
+    """
+
+    config: ModelConfig
+    mesh: MeshConfig
+    parallel: ParallelConfig
+    platform: str = "cpu"
+
+    @cached_property
+    def boundary(self) -> Boundary:
+        """Chosen once, here, from the configuration."""
+        return SequenceBoundary() if self.parallel.sequence else TensorBoundary()
+
+    @property
+    def rows(self) -> int:
+        """Vocabulary rows with padding: the next multiple of pp x tp."""
+        shards = self.mesh.vocab_shards
+        return -(-self.config.vocab // shards) * shards
+
+    def without_dropout(self) -> Model:
+        """The model as evaluation runs it."""
+        return replace(self, config=replace(self.config, dropout=0.0))
+
+    def _transformer(self, key: jax.Array) -> Transformer:
+        return Transformer(self.config, self.rows, self.boundary, self._attend, nnx.Rngs(params=key))
+
+    @property
+    def _attend(self) -> Any:
+        c = self.config
+        return choose_attention(self.platform, self.mesh.cp, c.dropout, c.dtype)
+
+    def init(self, key: jax.Array) -> Tree:
+        """Parameters at full shape, float32; values depend on the key alone. Call under jit with out_shardings."""
+        return nnx.to_pure_dict(nnx.state(self._transformer(key), nnx.Param))
+
+    @cached_property
+    def _abstract(self) -> Transformer:
+        return nnx.eval_shape(lambda: self._transformer(jax.random.key(0)))
+
+    @cached_property
+    def shapes(self) -> Tree:
+        """ShapeDtypeStruct of every parameter, global."""
+        return nnx.to_pure_dict(nnx.state(self._abstract, nnx.Param))
+
+    @cached_property
+    def specs(self) -> Tree:
+        """PartitionSpec of every parameter: the one beside the weight, behind "pp" for a stacked one."""
+        state = nnx.state(self._abstract, nnx.Param)
+        flat = {path: param.get_metadata("spec") for path, param in nnx.to_flat_state(state)}
+        flat = {path: P("pp", *spec) if path[0] == "blocks" else spec for path, spec in flat.items()}
+        return nnx.traversals.unflatten_mapping(flat)
+
+    @cached_property
+    def _graphs(self) -> tuple[Any, Any]:
+        block = nnx.eval_shape(
+            lambda: Block(self.config, self.boundary, self._attend, nnx.Rngs(params=jax.random.key(0)))
+        )
+        return nnx.graphdef(self._abstract.outer), nnx.graphdef(block)
+
+    def work(self, batch: dict[str, jax.Array], key: jax.Array, global_rows: int) -> Work:
+        """The model's three parts on this device's shard of a batch.
+
+        Args:
+            batch: "inputs" and, for the loss, "labels": int32 [M, b, s] local.
+            key: the step's key, typed; the same on every device.
+            global_rows: rows of a microbatch over the whole mesh.
+        """
+        outer_graph, block_graph = self._graphs
+        merge = lambda graph, params: nnx.merge(graph, nnx.State(params))  # noqa: E731
+
+        def embed(outer: Tree, m: jax.Array) -> jax.Array:
+            ids = batch["inputs"][m]
+            place = self._place(ids, m, global_rows)
+            dtype = jnp.dtype(self.config.dtype)
+            return merge(outer_graph, outer).embed(ids, place, site(key, self.config.layers), dtype)
+
+        def layer(x: jax.Array, scanned: tuple[Tree, jax.Array], place: Place) -> tuple[jax.Array, Tree]:
+            params, index = scanned
+            x, losses, stats = merge(block_graph, params)(x, place, jax.random.fold_in(key, index))
+            return x, (losses, stats)
+
+        def stage(blocks: Tree, x: jax.Array, m: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree]:
+            local = jax.tree.leaves(blocks)[0].shape[0]
+            index = lax.axis_index("pp") * local + jnp.arange(local)
+            place = self._place(batch["inputs"][m], m, global_rows)
+            body = self._recompute(partial(layer, place=place))
+            x, per_layer = lax.scan(body, x, (blocks, index))
+            losses, stats = jax.tree.map(lambda v: jnp.sum(v, axis=0), per_layer)
+            return (x, losses), stats
+
+        def head(outer: Tree, y: jax.Array, m: jax.Array) -> jax.Array:
+            return merge(outer_graph, outer).loss(y, batch["labels"][m], self.parallel.loss_chunks)
+
+        return Work(embed, stage, head)
+
+    def next_token(self, outer: Tree, y: jax.Array, at: jax.Array, noise: jax.Array) -> jax.Array:
+        """The most likely id with `noise` added to the logits; see `Vocabulary.next_token`."""
+        return nnx.merge(self._graphs[0], nnx.State(outer)).next_token(y, at, noise)
+
+    def _recompute(self, body: Any) -> Any:
+        """The policy on a block. Under "full" the attention's sum over tp is kept, so no collective of it repeats."""
+        if self.parallel.remat == "none":
+            return body
+        return jax.checkpoint(body, policy=checkpoint_policies.save_only_these_names(SAVED), prevent_cse=False)
+
+    def _place(self, ids: jax.Array, m: jax.Array, global_rows: int) -> Place:
+        b, s = ids.shape
+        rows = m * global_rows + lax.axis_index(("dp", "ep")) * b + jnp.arange(b)
+        return Place(rows, lax.axis_index("cp") * s + jnp.arange(s), self.config.context)
+
+    def stream_zeros(self, batch: dict[str, jax.Array]) -> jax.Array:
+        """Zeros of a stage's input [b, s_stream, d], with its varying axes."""
+        _, b, s = batch["inputs"].shape
+        split = self.boundary.split(jnp.arange(s)).shape[0]
+        zeros = jnp.zeros((b, split, self.config.d_model), jnp.dtype(self.config.dtype))
+        return varying(zeros, ("pp", "dp", "ep", "cp", *self.boundary.axes))
+
+    def loss_weights(self) -> dict[str, float]:
+        """Weights of the stage's losses in the objective; empty for a dense model."""
+        c = self.config
+        return {"aux_loss": c.aux_coef, "router_z_loss": c.z_coef} if c.experts else {}

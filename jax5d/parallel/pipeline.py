@@ -1,0 +1,219 @@
+"""Pipeline parallelism: the layers are split over pp, and a table says who works on what when.
+
+Every device runs the same program: a loop over the table's ticks. A stage takes its input from the stage before it
+(ppermute), works, and hands on. What a forward pass saves waits in a ring of slots for its backward pass. The
+embedding and the head belong to all stages (their vocabulary is split over pp and tp), so no stage waits for another's.
+
+A pipeline of one stage is gradient accumulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax5d.parallel.data import varying
+from jax5d.parallel.halves import Halves, halve
+from jax5d.parallel.schedules import Table, Tick
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the executor runs; `m` is a microbatch index, int32 []."""
+
+    embed: Callable[[Tree, jax.Array], jax.Array]
+    """(outer, m) -> x, the first stage's input, the same on all stages; linear in outer."""
+    stage: Callable[[Tree, jax.Array, jax.Array], tuple[tuple[jax.Array, Tree], Tree]]
+    """(blocks, x, m) -> ((y, losses), stats): this stage's layers."""
+    head: Callable[[Tree, jax.Array, jax.Array], Tree]
+    """(outer, y, m) -> a result that adds up over microbatches, from each stage's own copy of the last one's y."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Sums over the microbatches that passed through this device."""
+
+    head: Tree
+    losses: Tree
+    stats: Tree
+    outer_grads: Tree = None
+    block_grads: Tree = None
+
+
+def _step_to(x: jax.Array, by: int) -> jax.Array:
+    """Send to the stage `by` further; the end stage receives zeros. Transpose: by -by. Bytes: (p-1)/p K a device."""
+    size = lax.axis_size("pp")
+    return lax.ppermute(x, "pp", [(i, i + by) for i in range(size) if 0 <= i + by < size])
+
+
+def _is_first() -> jax.Array:
+    return lax.axis_index("pp") == 0
+
+
+def _is_last() -> jax.Array:
+    return lax.axis_index("pp") == lax.axis_size("pp") - 1
+
+
+def _from_last(y: jax.Array) -> jax.Array:
+    """Each stage's own copy of the last one's value: psum of a masked value over pp, 2 (p-1)/p K bytes.
+
+    Transpose: the same psum, of the copies' gradients, to the last stage.
+    """
+    return varying(lax.psum(jnp.where(_is_last(), y, 0), "pp"), ("pp",))
+
+
+def _kinds(function: Callable[..., Tree], *args: Tree) -> Tree:
+    """Types of a function's results, with their varying axes; nothing is computed."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
+
+
+def _zeros(kind: Any, slots: tuple[int, ...] = ()) -> jax.Array:
+    """Zeros of a value's type, its varying axes included."""
+    return varying(jnp.zeros((*slots, *kind.shape), kind.dtype), tuple(kind.manual_axis_type.varying))
+
+
+def _add_where(valid: jax.Array, total: Tree, new: Tree) -> Tree:
+    """Accumulate what belongs to a real microbatch. `where`, not a product: an idle tick may hold nan."""
+    return jax.tree.map(lambda t, n: t + jnp.where(valid, n, 0).astype(t.dtype), total, new)
+
+
+def _put(ring: list[jax.Array], m: jax.Array, values: list[jax.Array]) -> list[jax.Array]:
+    return [lax.dynamic_update_index_in_dim(r, v, m % r.shape[0], 0) for r, v in zip(ring, values, strict=True)]
+
+
+def _get(ring: list[jax.Array], m: jax.Array) -> list[jax.Array]:
+    return [lax.dynamic_index_in_dim(r, m % r.shape[0], 0, keepdims=False) for r in ring]
+
+
+def _rows(ticks: tuple[Tick, ...]) -> dict[str, jax.Array]:
+    """A phase as arrays to scan over: forward and backward int32 [ticks, p], head int32 [ticks]."""
+    names = ("forward", "backward", "head")
+    columns = {name: [getattr(tick, name) for tick in ticks] for name in names}
+    return {name: jnp.asarray(column, jnp.int32) for name, column in columns.items() if column[0] is not None}
+
+
+def _forward(
+    carry: dict, row: jax.Array, embed: Callable[..., jax.Array], run: Callable[..., tuple], params: tuple, count: int
+) -> dict:
+    """Every stage's forward pass of one tick. `row` int32 [p]."""
+    outer, blocks = params
+    m = row[lax.axis_index("pp")]
+    real = jnp.clip(m, 0, count - 1)
+    x = jnp.where(_is_first(), embed(outer, jnp.clip(row[0], 0, count - 1)), carry["x"])
+    (y, losses), stats, saved = run(blocks, x, real)
+    valid = (m >= 0) & (m < count)
+    return carry | {
+        "x": _step_to(y, 1),
+        "saved": _put(carry["saved"], m, saved),
+        "y": _put(carry["y"], m, [y]),
+        "losses": _add_where(valid, carry["losses"], losses),
+        "stats": _add_where(valid, carry["stats"], stats),
+    }
+
+
+def _head(carry: dict, m: jax.Array, work: Work, outer: Tree, scale: jax.Array) -> dict:
+    """The head's loss of microbatch `m` and its gradient, on all stages together."""
+    (y,) = _get(carry["y"], m)
+    loss, vjp = jax.vjp(lambda o, y: work.head(o, _from_last(y), m), outer, y)
+    d_outer, d_y = vjp(varying(scale, tuple(jax.typeof(loss).manual_axis_type.varying)))
+    return carry | {"head": carry["head"] + loss, "outer": jax.tree.map(jnp.add, carry["outer"], d_outer), "d_y": d_y}
+
+
+def _backward(
+    carry: dict, row: jax.Array, work: Work, halves: Halves, params: tuple, count: int, weights: Tree
+) -> dict:
+    """Every stage's backward pass of one tick, and the embedding's for the microbatch that leaves stage 0."""
+    outer, blocks = params
+    m = row[lax.axis_index("pp")]
+    real = jnp.clip(m, 0, count - 1)
+    d_y = jnp.where(_is_last(), carry["d_y"], carry["d_x"])
+    d_losses = jax.tree.map(
+        lambda w, kind: varying(jnp.asarray(w, kind.dtype), tuple(kind.manual_axis_type.varying)), weights, halves.out[1]
+    )
+    d_blocks, d_x = halves.backward(blocks, real, _get(carry["saved"], m), (d_y, d_losses))
+    valid = (m >= 0) & (m < count)
+    leaving = jnp.clip(row[0], 0, count - 1)
+    unembed = jax.linear_transpose(lambda o: jnp.where(_is_first(), work.embed(o, leaving), 0), outer)
+    (d_outer,) = unembed(jnp.where(valid & _is_first(), d_x, 0))
+    return carry | {
+        "d_x": _step_to(d_x, -1),
+        "blocks": _add_where(valid, carry["blocks"], d_blocks),
+        "outer": jax.tree.map(jnp.add, carry["outer"], d_outer),
+    }
+
+
+def train(
+    table: Table, work: Work, outer: Tree, blocks: Tree, x: jax.Array, scale: jax.Array, weights: Tree
+) -> Result:
+    """Loss and gradients of one step.
+
+    Args:
+        table: the schedule, for as many stages as pp has devices.
+        work: the model in three parts.
+        outer, blocks: parameters outside the stages, and this stage's; already diverged.
+        x: zeros [b, s, d] of a stage's input, varying as it varies.
+        scale: float32 [], derivative of the objective by the head's result.
+        weights: derivative of the objective by each of the stage's losses.
+
+    Returns:
+        Sums over microbatches; gradients of this device's own copies, not yet reduced.
+    """
+    m = varying(jnp.int32(0), ("pp",))
+    halves = halve(work.stage, blocks, x, m)
+    every, last, params, count = range(table.stages), table.stages - 1, (outer, blocks), table.microbatches
+    carry = {
+        "x": x,
+        "d_x": x,
+        "d_y": x,
+        "y": [_zeros(jax.typeof(x), (table.slots(range(last, table.stages)),))],
+        "saved": [_zeros(kind, (table.slots(every),)) for kind in halves.saved],
+        "head": _zeros(_kinds(work.head, outer, x, jnp.int32(0))),
+        "losses": jax.tree.map(_zeros, halves.out[1]),
+        "stats": jax.tree.map(_zeros, halves.stats),
+        "outer": jax.tree.map(jnp.zeros_like, outer),
+        "blocks": jax.tree.map(jnp.zeros_like, blocks),
+    }
+
+    def tick(carry: dict, row: dict[str, jax.Array]) -> tuple[dict, None]:
+        if "forward" in row:
+            carry = _forward(carry, row["forward"], work.embed, halves.forward, params, count)
+        if "head" in row:
+            carry = _head(carry, row["head"], work, outer, scale)
+        if "backward" in row:
+            carry = _backward(carry, row["backward"], work, halves, params, count, weights)
+        return carry, None
+
+    for ticks in table.phases():
+        carry, _ = lax.scan(tick, carry, _rows(ticks))
+    return Result(carry["head"], carry["losses"], carry["stats"], carry["outer"], carry["blocks"])
+
+
+def evaluate(table: Table, work: Work, outer: Tree, blocks: Tree, x: jax.Array) -> Result:
+    """The head's results, losses and statistics summed over microbatches, without gradients. Arguments as in `train`."""
+
+    def run(blocks: Tree, x: jax.Array, m: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree, list[jax.Array]]:
+        return *work.stage(blocks, x, m), []
+
+    (_, losses), stats, _ = _kinds(run, blocks, x, varying(jnp.int32(0), ("pp",)))
+    head = _kinds(work.head, outer, x, jnp.int32(0))
+    totals = {"head": head, "losses": losses, "stats": stats}
+    carry = {"x": x, "y": [x[None]], "saved": [], **jax.tree.map(_zeros, totals)}
+
+    def tick(carry: dict, row: dict[str, jax.Array]) -> tuple[dict, None]:
+        carry = _forward(carry, row["forward"], work.embed, run, (outer, blocks), table.microbatches)
+        if "head" in row:
+            result = work.head(outer, _from_last(carry["y"][0][0]), row["head"])
+            carry = carry | {"head": jax.tree.map(jnp.add, carry["head"], result)}
+        return carry, None
+
+    for ticks in table.phases():
+        carry, _ = lax.scan(tick, carry, _rows(ticks))
+    return Result(carry["head"], carry["losses"], carry["stats"])

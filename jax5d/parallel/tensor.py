@@ -1,0 +1,159 @@
+"""Tensor parallelism: the boundary of a region whose weights are split over tp, and the split vocabulary.
+
+A tensor-parallel region is `boundary.leave(f(boundary.enter(x)))`: f's first weight is split by columns, its last by
+rows, so f needs no communication inside and its output is a partial sum. Megatron-LM, arXiv:1909.08053, section 3.
+A boundary also says how the residual stream between regions is laid out (`split`, `axes`).
+
+Shapes: b batch, s sequence, d d_model, n tokens, v vocabulary; all of them local.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax5d.parallel.data import varying
+
+VOCAB_AXES = ("pp", "tp")
+"""Axes that split the vocabulary."""
+
+
+class Boundary(Protocol):
+    """How activations pass between the residual stream and a tensor-parallel region."""
+
+    axes: tuple[str, ...]
+    """Mesh axes beyond dp, ep, cp over which the residual stream's tokens are split."""
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        """Residual stream [b, s_stream, ...] to the region's input [b, s, ...], varying over tp."""
+        ...
+
+    def leave(self, x: jax.Array) -> jax.Array:
+        """The region's partial sums [b, s, d] to the residual stream [b, s_stream, d]."""
+        ...
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """A value known on all tp devices [s, ...] to the residual stream's part of it [s_stream, ...]."""
+        ...
+
+
+class TensorBoundary:
+    """The residual stream is replicated over tp: Megatron-LM's f and g."""
+
+    axes: tuple[str, ...] = ()
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        """f: identity. Transpose: psum over tp, 2 (t-1)/t K bytes."""
+        return lax.pcast(x, "tp", to="varying")
+
+    def leave(self, x: jax.Array) -> jax.Array:
+        """g: psum over tp, 2 (t-1)/t K bytes. Transpose: identity."""
+        return lax.psum(x, "tp")
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """Identity: the stream holds every token. Bytes: 0."""
+        return x
+
+
+def vocab_start(rows: int) -> jax.Array:
+    """First vocabulary id of this device's `rows` rows. int32 []."""
+    return lax.axis_index(VOCAB_AXES) * rows
+
+
+def embed_tokens(table: jax.Array, ids: jax.Array, boundary: Boundary, dtype: jnp.dtype) -> jax.Array:
+    """Look tokens up in a table whose rows are split over (pp, tp).
+
+    Args:
+        table: float32 [v, d], this device's rows.
+        ids: int32 [b, s].
+        boundary: gives the output the residual stream's layout.
+        dtype: of the output; the sum has one addend that is not zero, so it is exact in any dtype.
+
+    Returns:
+        dtype [b, s_stream, d], the same on every pp device. Each device adds the rows it owns and zeros elsewhere:
+        `boundary.leave` over tp, then psum over pp, 2 (p-1)/p K bytes. Transpose: psum over tp or gather, none
+        over pp.
+    """
+    rows = table.shape[0]
+    local = ids - vocab_start(rows)
+    owned = (local >= 0) & (local < rows)
+    found = jnp.take(table, jnp.where(owned, local, 0), axis=0).astype(dtype)
+    return lax.psum(boundary.leave(jnp.where(owned[..., None], found, 0)), "pp")
+
+
+def cross_entropy(
+    y: jax.Array, table: jax.Array, labels: jax.Array, *, vocab: int, chunks: int = 1
+) -> jax.Array:
+    """Sum of next-token cross-entropies; logits exist for one chunk of tokens and this device's vocabulary only.
+
+    Args:
+        y: [n, d], the head's input, varying over (pp, tp).
+        table: float32 [v, d], this device's rows of the output embedding; rows at or beyond `vocab` are padding.
+        labels: int32 [n]; a negative label is ignored.
+        vocab: true global vocabulary size.
+        chunks: number of pieces that the tokens are processed in; need not divide n.
+
+    Returns:
+        float32 [], the same over (pp, tp). Per chunk of c tokens: pmax of 4c bytes and psum of 8c bytes over (pp, tp).
+        The gradient is made in the forward pass, chunk by chunk, so no logits are kept and none recomputed; its
+        bytes are those of the caller's boundary.
+    """
+    n = labels.shape[0]
+    size = -(-n // chunks)
+    pad = chunks * size - n
+    y_chunks = jnp.pad(y, ((0, pad), (0, 0))).reshape(chunks, size, y.shape[1])
+    label_chunks = jnp.pad(labels, (0, pad), constant_values=-1).reshape(chunks, size)
+    return _summed_loss(y_chunks, table, label_chunks, vocab)
+
+
+def _chunk_loss(
+    y: jax.Array, table: jax.Array, labels: jax.Array, vocab: int
+) -> tuple[jax.Array, jax.Array]:
+    """Loss of one chunk and its derivative with respect to the local logits: float32 [], float32 [n, v]."""
+    rows = table.shape[0]
+    logits = jnp.einsum("nd,vd->nv", y, table.astype(y.dtype), preferred_element_type=jnp.float32)
+    column = vocab_start(rows) + jnp.arange(rows)
+    logits = jnp.where((column < vocab)[None], logits, -jnp.inf)
+    top = lax.pmax(jnp.max(logits, axis=1), VOCAB_AXES)
+    exps = jnp.exp(logits - top[:, None])
+    hit = column[None] == labels[:, None]
+    own = jnp.stack([jnp.sum(exps, axis=1), jnp.sum(jnp.where(hit, logits, 0.0), axis=1)])
+    total, target = lax.psum(own, VOCAB_AXES)
+    valid = labels >= 0
+    loss = jnp.sum(jnp.where(valid, jnp.log(total) + top - target, 0.0))
+    d_logits = jnp.where(valid[:, None], exps / total[:, None] - hit, 0.0)
+    return loss, d_logits
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _summed_loss(y: jax.Array, table: jax.Array, labels: jax.Array, vocab: int) -> jax.Array:
+    """Sum over chunks: y [c, n, d], table [v, d], labels [c, n] -> float32 []."""
+    losses = lax.map(lambda chunk: _chunk_loss(chunk[0], table, chunk[1], vocab)[0], (y, labels))
+    return jnp.sum(losses)
+
+
+def _summed_loss_fwd(y: jax.Array, table: jax.Array, labels: jax.Array, vocab: int) -> tuple:
+    def chunk(d_table: jax.Array, piece: tuple[jax.Array, jax.Array]) -> tuple:
+        y_piece, label_piece = piece
+        loss, d_logits = _chunk_loss(y_piece, table, label_piece, vocab)
+        d_logits = d_logits.astype(y.dtype)
+        d_y = jnp.einsum("nv,vd->nd", d_logits, table.astype(y.dtype))
+        d_table += jnp.einsum("nv,nd->vd", d_logits, y_piece, preferred_element_type=jnp.float32)
+        return d_table, (loss, d_y)
+
+    zeros = varying(jnp.zeros(table.shape, jnp.float32), tuple(jax.typeof(table).manual_axis_type.varying))
+    zeros = varying(zeros, tuple(jax.typeof(y).manual_axis_type.varying))
+    d_table, (losses, d_y) = lax.scan(chunk, zeros, (y, labels))
+    return jnp.sum(losses), (d_y, d_table.astype(table.dtype))
+
+
+def _summed_loss_bwd(vocab: int, saved: tuple, g: jax.Array) -> tuple:
+    d_y, d_table = saved
+    return d_y * g.astype(d_y.dtype), d_table * g.astype(d_table.dtype), None
+
+
+_summed_loss.defvjp(_summed_loss_fwd, _summed_loss_bwd)

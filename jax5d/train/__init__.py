@@ -1,0 +1,1 @@
+"""The step, its state, and the loop around it."""

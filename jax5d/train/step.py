@@ -1,0 +1,165 @@
+"""One training step: the library's only jit(shard_map(...)) over parameters, with every collective explicit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax5d.config import RunConfig
+from jax5d.mesh import DATA_AXES, make_mesh
+from jax5d.models.build import BATCH_SPEC, Model
+from jax5d.parallel import pipeline
+from jax5d.parallel.data import clip_by_norm, diverge, global_norm, is_spec, reduce
+from jax5d.parallel.schedules import SCHEDULES, forward_only
+from jax5d.train.optimizer import learning_rate, make_optimizer
+
+Tree = Any
+Batch = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a step changes. `step` int32 [] is the number of updates done."""
+
+    step: jax.Array
+    params: Tree
+    opt_state: Tree
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A configuration laid out on a mesh: makes states and steps.
+
+    Args:
+        config: checked configuration.
+        mesh: the five-axis mesh (`jax5d.mesh.make_mesh`).
+        optimizer: any elementwise optax transformation; default from the configuration.
+    """
+
+    config: RunConfig
+    mesh: Mesh
+    optimizer: optax.GradientTransformation
+
+    @staticmethod
+    def create(config: RunConfig, *, mesh: Mesh | None = None, optimizer: optax.GradientTransformation | None = None):
+        """A trainer for `config`, on all devices and with its own optimizer unless others are given."""
+        mesh = make_mesh(config.mesh) if mesh is None else mesh
+        return Trainer(config, mesh, optimizer or make_optimizer(config.train))
+
+    @cached_property
+    def model(self) -> Model:
+        """The model, for this mesh."""
+        platform = self.mesh.devices.flat[0].platform
+        return Model(self.config.model, self.config.mesh, self.config.parallel, platform)
+
+    @cached_property
+    def specs(self) -> TrainState:
+        """PartitionSpecs of the state: the optimizer's leaves lie as their parameters do."""
+        params, specs = self.model.shapes, self.model.specs
+        shapes = jax.eval_shape(self.optimizer.init, params)
+        opt_state = optax.tree.map_params(
+            self.optimizer, lambda _, spec: spec, shapes, specs, transform_non_params=lambda _: P()
+        )
+        return TrainState(P(), specs, opt_state)
+
+    @cached_property
+    def shardings(self) -> TrainState:
+        """NamedShardings of the state."""
+        return jax.tree.map(partial(NamedSharding, self.mesh), self.specs, is_leaf=is_spec)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Of a batch's arrays [microbatches, rows, sequence]."""
+        return NamedSharding(self.mesh, BATCH_SPEC)
+
+    def init(self) -> TrainState:
+        """The state before the first step: bitwise the same on every mesh for one seed."""
+
+        def create() -> TrainState:
+            params = self.model.init(jax.random.key(self.config.seed))
+            return TrainState(jnp.int32(0), params, self.optimizer.init(params))
+
+        return jax.jit(create, out_shardings=self.shardings)()
+
+    @cached_property
+    def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+        """Compiled (state, batch) -> (state, metrics). The old state is donated.
+
+        A batch is {"inputs", "labels"}: int32 [microbatches, rows, sequence], laid out by `batch_sharding`; negative
+        labels are ignored. Metrics are float32 [] but for the counts of an MoE.
+        """
+        body = self._shard_map(self._step, (self.specs, BATCH_SPEC), (self.specs, P()))
+        return jax.jit(body, donate_argnums=0)
+
+    @cached_property
+    def evaluate(self) -> Callable[[Tree, Batch], dict[str, jax.Array]]:
+        """Compiled (params, batch) -> {"loss_sum", "tokens"}: float32 []; no dropout, nothing is changed."""
+        return jax.jit(self._shard_map(self._evaluate, (self.specs.params, BATCH_SPEC), P()))
+
+    @cached_property
+    def gradients(self) -> Callable[[TrainState, Batch], tuple[Tree, dict[str, jax.Array]]]:
+        """Compiled (state, batch) -> (reduced gradients laid out as the parameters, metrics), for proofs."""
+        body = self._shard_map(self._gradients, (self.specs, BATCH_SPEC), (self.specs.params, P()))
+        return jax.jit(body)
+
+    def _shard_map(self, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+    def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        grads, metrics = self._gradients(state, batch)
+        norm = global_norm(grads, self.specs.params)
+        grads = clip_by_norm(grads, norm, self.config.train.clip)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        rate = learning_rate(self.config.train)(state.step)
+        return TrainState(state.step + 1, params, opt_state), metrics | {"grad_norm": norm, "learning_rate": rate}
+
+    def _gradients(self, state: TrainState, batch: Batch) -> tuple[Tree, dict[str, jax.Array]]:
+        """Local: params and batch are this device's shards."""
+        model, specs, axes = self.model, self.specs.params, self.model.boundary.axes
+        key = jax.random.fold_in(jax.random.key(self.config.seed), state.step)
+        count = batch["inputs"].shape[0]
+        tokens = lax.psum(jnp.sum(batch["labels"] >= 0, dtype=jnp.int32), DATA_AXES)
+        scale = 1 / jnp.maximum(tokens, 1).astype(jnp.float32)
+        weights = {name: weight / count for name, weight in model.loss_weights().items()}
+        own = diverge(state.params, specs, axes)
+        result = pipeline.train(
+            SCHEDULES[self.config.parallel.schedule](self.config.mesh.pp, count),
+            model.work(batch, key, self._global_rows(batch)),
+            own["outer"],
+            own["blocks"],
+            model.stream_zeros(batch),
+            scale,
+            weights,
+        )
+        grads = reduce({"outer": result.outer_grads, "blocks": result.block_grads}, specs, axes)
+        losses = {name: lax.psum(value, "pp") / count for name, value in result.losses.items()}
+        stats = jax.tree.map(lambda v: lax.psum(v, tuple(jax.typeof(v).manual_axis_type.varying)), result.stats)
+        return grads, {"loss": lax.psum(result.head, DATA_AXES) * scale, **losses, **stats}
+
+    def _evaluate(self, params: Tree, batch: Batch) -> dict[str, jax.Array]:
+        model = self.model.without_dropout()
+        count = batch["inputs"].shape[0]
+        work = model.work(batch, jax.random.key(0), self._global_rows(batch))
+        table = forward_only(self.config.mesh.pp, count)
+        result = pipeline.evaluate(table, work, params["outer"], params["blocks"], model.stream_zeros(batch))
+        tokens = jnp.sum(batch["labels"] >= 0, dtype=jnp.int32)
+        return {"loss_sum": lax.psum(result.head, DATA_AXES), "tokens": lax.psum(tokens, DATA_AXES)}
+
+    def _global_rows(self, batch: Batch) -> int:
+        return batch["inputs"].shape[1] * self.config.mesh.batch_shards
+
+
+def with_mesh(config: RunConfig, **axes: int) -> RunConfig:
+    """The same run on another mesh."""
+    return replace(config, mesh=replace(config.mesh, **axes))
