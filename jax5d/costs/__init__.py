@@ -1,0 +1,1 @@
+"""What a step should cost, from theory: pure Python, no JAX."""

@@ -1,0 +1,1 @@
+"""Tokens in, deterministic global batches out."""

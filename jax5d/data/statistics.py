@@ -1,0 +1,56 @@
+"""Entropies of a token stream: what a model that looks at no token, or at one token, can reach at best."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_CHUNK = 2**24
+
+
+def unigram_entropy(tokens: np.ndarray, vocab: int) -> float:
+    """Empirical entropy H(x_t) of integer ids [N] below `vocab`, in nats per token.
+
+    Raises:
+        ValueError: there is no token, or an id is outside [0, vocab).
+    """
+    counts = np.zeros(vocab, np.int64)
+    for start in range(0, len(tokens), _CHUNK):
+        counts += np.bincount(_checked(tokens[start : start + _CHUNK], vocab), minlength=vocab)
+    return _entropy(counts)
+
+
+def bigram_entropy(tokens: np.ndarray, vocab: int) -> float:
+    """Empirical conditional entropy H(x_t | x_{t-1}) over the N-1 pairs of integer ids [N], in nats per token.
+
+    By the chain rule it is H(x_{t-1}, x_t) - H(x_{t-1}). Only pairs that occur are stored.
+
+    Raises:
+        ValueError: there is no pair, or an id is outside [0, vocab).
+    """
+    pairs, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    for start in range(0, len(tokens) - 1, _CHUNK):
+        ids = _checked(tokens[start : start + _CHUNK + 1], vocab)
+        new, times = np.unique(ids[:-1] * vocab + ids[1:], return_counts=True)
+        merged, places = np.unique(np.concatenate([pairs, new]), return_inverse=True)
+        total = np.zeros(len(merged), np.int64)
+        np.add.at(total, places, np.concatenate([counts, times]))
+        pairs, counts = merged, total
+    first = np.zeros(vocab, np.int64)
+    np.add.at(first, pairs // vocab, counts)
+    return _entropy(counts) - _entropy(first)
+
+
+def _checked(tokens: np.ndarray, vocab: int) -> np.ndarray:
+    ids = np.asarray(tokens).astype(np.int64)
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab:
+        raise ValueError(f"ids {ids.min()}..{ids.max()} are outside [0, {vocab}); give the vocabulary they have")
+    return ids
+
+
+def _entropy(counts: np.ndarray) -> float:
+    """Entropy of the distribution counts / sum(counts), in nats."""
+    counts = counts[counts > 0]
+    if not counts.size:
+        raise ValueError("too few tokens for an entropy; give at least two")
+    total = counts.sum()
+    return float(np.log(total) - (counts * np.log(counts)).sum() / total)

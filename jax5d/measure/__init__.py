@@ -1,0 +1,1 @@
+"""What a step does cost, read from the program."""
