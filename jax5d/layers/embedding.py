@@ -46,7 +46,7 @@ class Vocabulary(nnx.Module):
         """The id that maximises logits + noise at local position `at`: [b, s_stream, d], int32 [] -> int32 [b].
 
         Args:
-            noise: float32 [rows of this device], added to each row's logit; 0 is greedy, Gumbel noise samples.
+            noise: float32 [b, rows of this device], added to the logits; 0 is greedy, Gumbel noise samples.
 
         Two small pmax over (pp, tp); padding is never chosen.
         """
@@ -54,7 +54,7 @@ class Vocabulary(nnx.Module):
         y = lax.dynamic_index_in_dim(y, at, axis=1, keepdims=False)
         table = self.wte[...]
         logits = jnp.einsum("bd,vd->bv", y, table.astype(y.dtype), preferred_element_type=jnp.float32)
-        logits += noise[None]
+        logits += noise
         column = vocab_start(table.shape[0]) + jnp.arange(table.shape[0])
         logits = jnp.where((column < self.vocab)[None], logits, -jnp.inf)
         best = lax.pmax(jnp.max(logits, axis=1), VOCAB_AXES)

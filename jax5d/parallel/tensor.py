@@ -125,7 +125,7 @@ def _chunk_loss(
     total, target = lax.psum(own, VOCAB_AXES)
     valid = labels >= 0
     loss = jnp.sum(jnp.where(valid, jnp.log(total) + top - target, 0.0))
-    d_logits = jnp.where(valid[:, None], exps / total[:, None] - hit, 0.0)
+    d_logits = jnp.where(valid[:, None], exps / total[:, None] - hit.astype(jnp.float32), 0.0)
     return loss, d_logits
 
 

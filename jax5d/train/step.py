@@ -99,7 +99,9 @@ class Trainer:
         labels are ignored. Metrics are float32 [] but for the counts of an MoE.
         """
         body = self._shard_map(self._step, (self.specs, BATCH_SPEC), (self.specs, P()))
-        return jax.jit(body, donate_argnums=0)
+        # left to itself JAX respells the specs of results, and the next step would be compiled anew
+        shardings = (self.shardings, NamedSharding(self.mesh, P()))
+        return jax.jit(body, out_shardings=shardings, donate_argnums=0)
 
     @cached_property
     def evaluate(self) -> Callable[[Tree, Batch], dict[str, jax.Array]]:

@@ -1,0 +1,228 @@
+"""Checkpoints through orbax: written in the background, whole or not at all, restored onto any mesh.
+
+One checkpoint holds the state (step, parameters, optimizer) and a record of the run's configuration and data. Batches
+and dropout are functions of the seed and the step, so these are the data position and the random state as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jax5d.config import (
+    ConfigError,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from jax5d.costs.parameters import leaves
+from jax5d.train.step import Trainer, TrainState
+
+Tree = Any
+
+FREE = {
+    "mesh",
+    "parallel",
+    "train.steps",
+    "train.checkpoint_every",
+    "train.keep",
+    "train.eval_every",
+    "train.eval_sequences",
+}
+"""Options that may differ between a run and the run that goes on from it."""
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written."""
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: made where it is missing; leftovers of a killed run are removed, whole checkpoints never.
+        trainer: gives the layout to restore to.
+        record: what the data is, as JSON-able values; a checkpoint with another record is refused.
+    """
+
+    def __init__(self, folder: Path, trainer: Trainer, record: dict[str, Any]):
+        self.folder, self.trainer = folder.absolute(), trainer
+        self.about = {"config": dataclasses.asdict(trainer.config), "data": record}
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        keep = trainer.config.train.keep
+        self._manager = ocp.CheckpointManager(
+            self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        )
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Begin to write the state of `step`; the arrays are copied before this returns, so they may be donated.
+
+        Raises `SaveError`, also for what an earlier write in the background ran into.
+        """
+        items = ocp.args.Composite(state=ocp.args.PyTreeSave(_tree(state)), about=ocp.args.JsonSave(self.about))
+        with self._naming_failure():
+            self._manager.save(step, args=items)
+
+    def finish(self) -> None:
+        """Wait until everything is on disk. Raises `SaveError` where it could not be written."""
+        with self._naming_failure():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _naming_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # orbax passes on whatever its threads met
+            reason = " ".join(str(error).split())[:300]
+            raise SaveError(f"no checkpoint could be written to {self.folder}: {reason}") from error
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        """Release orbax's threads, without hiding an error that is on its way."""
+        with contextlib.suppress(*((Exception,) if error else ())):
+            self._manager.close()
+
+    def restore(self, step: int) -> TrainState:
+        """The state of `step`, laid out for this trainer's mesh: layers, vocabulary padding and all.
+
+        Raises:
+            ConfigError: a leaf has another shape or dtype than this configuration's; names it and both.
+        """
+        _check_same(self.about, read_about(self.folder, step), self.folder)
+        state = jax.eval_shape(self.trainer.init)
+        target = jax.tree.map(
+            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), state, self.trainer.shardings
+        )
+        _check_leaves(_tree(target), _saved(self.folder, step), self.trainer.config.model.vocab)
+        args = jax.tree.map(
+            lambda t: ocp.ArrayRestoreArgs(sharding=t.sharding, global_shape=t.shape, dtype=t.dtype, strict=False),
+            _tree(target),
+        )
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(state=ocp.args.PyTreeRestore(_tree(target), args))
+        )
+        return TrainState(**restored["state"])
+
+
+def _tree(state: TrainState) -> dict[str, Tree]:
+    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+
+
+def newest(folder: Path) -> int | None:
+    """The step of the newest whole checkpoint in a folder, or None. Reads only."""
+    names = [p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
+    return max((int(name) for name in names if name.isdigit()), default=None)
+
+
+def read_about(folder: Path, step: int) -> dict[str, Any]:
+    """The record in a checkpoint. Raises `ConfigError` where it cannot be read."""
+    try:
+        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+            return reader.restore((folder / str(step) / "about").absolute())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / str(step)} is no whole checkpoint ({error}); move it away") from error
+
+
+def check_resume(folder: Path, config: RunConfig, record: dict[str, Any]) -> int | None:
+    """The step that a run in `folder` would go on from, or None for a new run. Reads only.
+
+    Raises:
+        ConfigError: the checkpoints there are of another configuration or other data, or already beyond the last step.
+    """
+    step = newest(folder)
+    if step is None:
+        return None
+    about = read_about(folder, step)
+    _check_same({"config": dataclasses.asdict(config), "data": record}, about, folder)
+    if step > config.train.steps:
+        raise ConfigError(
+            f"{folder} holds a checkpoint of step {step}, beyond train.steps={config.train.steps}; write "
+            f"--train.steps {step} or more, or another --out"
+        )
+    return step
+
+
+def from_checkpoint(folder: Path, mesh: MeshConfig) -> tuple[Trainer, TrainState]:
+    """The newest state in a run's checkpoint folder, on any mesh, without being told its configuration.
+
+    Raises:
+        ConfigError: there is no checkpoint, or the mesh does not fit the model or the devices.
+    """
+    step = newest(folder)
+    if step is None:
+        raise ConfigError(f"{folder} holds no checkpoint; give the checkpoints folder of a run")
+    about = read_about(folder, step)
+    config = dataclasses.replace(config_from(about["config"]), mesh=mesh)
+    trainer = Trainer.create(config)
+    with Checkpoints(folder, trainer, about["data"]) as checkpoints:
+        return trainer, checkpoints.restore(step)
+
+
+def config_from(values: dict[str, Any]) -> RunConfig:
+    """A configuration from nested plain values, as `dataclasses.asdict` gives them."""
+    groups = {"mesh": MeshConfig, "model": ModelConfig, "parallel": ParallelConfig, "train": TrainConfig}
+    groups["data"] = DataConfig
+    return RunConfig(**{k: groups[k](**v) if k in groups else v for k, v in values.items()})
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _check_same(mine: dict[str, Any], theirs: dict[str, Any], folder: Path) -> None:
+    """Refuse a checkpoint of another configuration, naming what differs and the first leaf that it reshapes."""
+    ours, saved = _flat(mine["config"]), _flat(theirs["config"])
+    names = [n for n in ours if n not in FREE and n.split(".")[0] not in FREE and ours[n] != saved.get(n)]
+    if names:
+        differ = ", ".join(f"{name} is {ours[name]} here and {saved.get(name)} there" for name in names)
+        shapes = _reshaped(mine["config"], theirs["config"])
+        raise ConfigError(f"{folder} holds another configuration: {differ}{shapes}; give another --out or the same options")
+    if mine["data"] != theirs["data"]:
+        raise ConfigError(f"{folder} was trained on other data: {theirs['data']}, here {mine['data']}; give another --out")
+
+
+def _reshaped(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {x.name: x.shape for x in leaves(ModelConfig(**config["model"]), MeshConfig())}
+
+    mine, saved = shapes(ours), shapes(theirs)
+    name = next((n for n in [*mine, *saved] if mine.get(n) != saved.get(n)), None)
+    return f" ({name} has shape {mine.get(name)} here and {saved.get(name)} there)" if name else ""
+
+
+def _saved(folder: Path, step: int) -> dict[str, Any]:
+    with ocp.PyTreeCheckpointer() as reader:
+        metadata = reader.metadata((folder / str(step) / "state").absolute())
+    tree = metadata.item_metadata.tree
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _check_leaves(target: Tree, saved: dict[str, Any], vocab: int) -> None:
+    """Every leaf's shape and dtype; only the padding of the vocabulary may differ."""
+    for path, leaf in jax.tree.leaves_with_path(target):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        there = saved.pop(name, None)
+        if there is None:
+            raise ConfigError(f"the checkpoint has no {name} {leaf.shape}; it is of another model or optimizer")
+        shape, rows = tuple(there.shape), name.split(".")[-1] == "wte"
+        same = shape[1:] == leaf.shape[1:] and min(shape[0], leaf.shape[0]) >= vocab if rows else shape == leaf.shape
+        if not same or np.dtype(there.dtype) != leaf.dtype:
+            raise ConfigError(f"{name} is {leaf.dtype} {leaf.shape} here but {there.dtype} {shape} in the checkpoint")
+    if saved:
+        raise ConfigError(f"the checkpoint has {next(iter(saved))}, which this configuration has not")

@@ -1,0 +1,199 @@
+"""The loop around the step: feeds batches, logs, evaluates, saves and stops."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from jax5d.config import RunConfig
+from jax5d.costs.flops import flops_per_token, peak_flops
+from jax5d.data.batches import Batches, Windows, check_enough, evaluation_batches, stream
+from jax5d.data.tokens import TokenFile
+from jax5d.train.checkpoint import Checkpoints, check_resume, newest, read_about
+from jax5d.train.metrics import MetricsLog, plain, read_metrics
+from jax5d.train.signals import Stopped, StopRequest
+from jax5d.train.step import Trainer, TrainState
+
+QUIET_SECONDS = 10
+"""Without a terminal, a line is printed at least this often."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """A token file cut into the windows of a run."""
+
+    train: Windows
+    validation: Windows
+    batches: Batches
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What identifies the data: a run does not go on with other data."""
+        return {"train_windows": len(self.train), "validation_windows": len(self.validation)}
+
+
+def open_data(config: RunConfig, file: TokenFile) -> Data:
+    """Cut `file` for a run. Raises `ConfigError` where it is too short or its vocabulary is too large."""
+    train = Windows(file, "train", config.train.seq_len, config.model.vocab)
+    validation = Windows(file, "validation", config.train.seq_len, config.model.vocab)
+    batches = Batches(train, config.seed, config.train.global_batch, config.parallel.microbatches, config.data.repeat)
+    check_enough(batches, config.train.steps)
+    return Data(train, validation, batches)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    state: TrainState
+    validation_loss: float
+    """Token-weighted mean cross-entropy in nats."""
+    records: list[dict[str, Any]]
+    """The metrics of every step, those before a resume included."""
+
+
+def evaluate(trainer: Trainer, state: TrainState, windows: Windows) -> float:
+    """Exact token-weighted mean cross-entropy, in nats, of the first `train.eval_sequences` windows; each once."""
+    config = trainer.config
+    total, tokens = 0.0, 0
+    for batch in evaluation_batches(
+        windows,
+        config.train.global_batch,
+        config.parallel.microbatches,
+        config.train.eval_sequences,
+        trainer.batch_sharding,
+    ):
+        sums = jax.device_get(trainer.evaluate(state.params, batch))
+        total, tokens = total + float(sums["loss_sum"]), tokens + int(sums["tokens"])
+    return total / max(tokens, 1)
+
+
+def fit(trainer: Trainer, data: Data, folder: Path, console: Console) -> Run:
+    """Train to `train.steps`, going on from the newest whole checkpoint in `folder`.
+
+    Raises:
+        ConfigError: the checkpoints there are of another run.
+        SaveError: a checkpoint could not be written.
+        Stopped: SIGINT or SIGTERM came; the state is saved.
+        FloatingPointError: the loss is not finite; checkpoints before it are kept.
+    """
+    check_resume(folder / "checkpoints", trainer.config, data.record)
+    with Checkpoints(folder / "checkpoints", trainer, data.record) as checkpoints:
+        state, start = _begin(checkpoints, trainer, console)
+        with MetricsLog(folder, start) as log, StopRequest() as stop, _progress(console) as bar:
+            state = _Loop(trainer, data, checkpoints, log, stop, bar).run(state, start)
+        checkpoints.finish()
+    records = read_metrics(folder)
+    loss = records[-1].get("validation_loss") if records else None
+    return Run(state, evaluate(trainer, state, data.validation) if loss is None else loss, records)
+
+
+def _begin(checkpoints: Checkpoints, trainer: Trainer, console: Console) -> tuple[TrainState, int]:
+    """The newest saved state and its step, or a new one."""
+    step = newest(checkpoints.folder)
+    if step is None:
+        return trainer.init(), 0
+    before, steps = read_about(checkpoints.folder, step)["config"]["train"]["steps"], trainer.config.train.steps
+    if before != steps:
+        text = f"train.steps was {before} and is now {steps}: the learning rate now decays to step {steps}"
+        console.print(text, style="yellow", highlight=False)
+    console.print(f"going on from step {step} in {checkpoints.folder}", highlight=False, markup=False, soft_wrap=True)
+    return checkpoints.restore(step), step
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+
+
+class _Loop:
+    """The moving parts of one `fit`."""
+
+    def __init__(
+        self, trainer: Trainer, data: Data, checkpoints: Checkpoints, log: MetricsLog, stop: StopRequest, bar: Progress
+    ):
+        self.trainer, self.data, self.checkpoints = trainer, data, checkpoints
+        self.log, self.stop, self.bar = log, stop, bar
+        self.train = trainer.config.train
+        self.clock = self.said = time.perf_counter()
+
+    def run(self, state: TrainState, start: int) -> TrainState:
+        """Steps `start` to `train.steps`; the last one, and those that are due, are evaluated and saved."""
+        task = self.bar.add_task("compiling", total=self.train.steps, completed=start)
+        for index, batch in stream(self.data.batches, start, self.train.steps, self.trainer.batch_sharding):
+            step = index + 1
+            state, metrics = self.trainer.step(state, batch)
+            self._record(step, metrics, task, state if self._due(step, self.train.eval_every) else None)
+            if self._due(step, self.train.checkpoint_every) or self.stop.number:
+                self.checkpoints.save(step, state)
+            if self.stop.number and step < self.train.steps:
+                self._leave(step)
+        return state
+
+    def _due(self, step: int, every: int) -> bool:
+        return step == self.train.steps or bool(every and step % every == 0)
+
+    def _leave(self, step: int) -> None:
+        self.checkpoints.finish()
+        name = signal.Signals(self.stop.number).name
+        where = self.checkpoints.folder
+        raise Stopped(f"{name} after step {step}: saved in {where}; the same command goes on", self.stop.number)
+
+    def _record(
+        self, step: int, metrics: dict[str, jax.Array], task: TaskID, evaluate_state: TrainState | None = None
+    ) -> None:
+        """Wait for a step's metrics, write and show them."""
+        values = {name: plain(value) for name, value in jax.device_get(metrics).items()}
+        now = time.perf_counter()
+        record = _measured(self.trainer, self.data.batches, step, now - self.clock) | values
+        if values["loss"] is None:
+            raise FloatingPointError(f"the loss is not finite at step {step}; lower --train.learning_rate")
+        if evaluate_state is not None:
+            record["validation_loss"] = evaluate(self.trainer, evaluate_state, self.data.validation)
+        self.log.write(record)
+        self._show(record, task)
+        self.clock = time.perf_counter()
+
+    def _show(self, record: dict[str, Any], task: TaskID) -> None:
+        text = f"loss {record['loss']:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
+        self.bar.update(task, completed=record["step"], description=text)
+        validated = "validation_loss" in record
+        if validated:
+            text += f"  validation loss {record['validation_loss']:.4f}"
+        now = time.perf_counter()
+        if validated or (self.bar.disable and now - self.said > QUIET_SECONDS):
+            self.bar.console.print(f"step {record['step']}/{self.train.steps}  {text}", highlight=False)
+            self.said = now
+
+
+def _measured(trainer: Trainer, batches: Batches, step: int, seconds: float) -> dict[str, Any]:
+    """What is known of a step apart from its own metrics."""
+    config = trainer.config
+    tokens = config.train.global_batch * config.train.seq_len
+    device = trainer.mesh.devices.flat[0]
+    peak = peak_flops(device.device_kind)
+    flops = tokens / seconds * flops_per_token(config.model, config.train.seq_len)
+    return {
+        "step": step,
+        "epoch": batches.epoch(step - 1),
+        "tokens": step * tokens,
+        "step_seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "mfu": flops / (peak * config.mesh.size) if peak else None,
+        "peak_memory_bytes": _peak_memory(),
+    }
+
+
+def _peak_memory() -> int:
+    """Largest peak of a local device's memory; on a CPU host the peak of the process, for all its fake devices."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peak = max(s.get("peak_bytes_in_use", 0) for s in stats)
+    return peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
