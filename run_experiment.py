@@ -19,6 +19,7 @@ from rich.text import Text
 
 from experiments import registry
 from jax5d.config import ConfigError, check, check_devices
+from jax5d.train.signals import Stopped
 
 
 def main(argv: Sequence[str], root: Path = registry.ROOT) -> int:
@@ -30,12 +31,18 @@ def main(argv: Sequence[str], root: Path = registry.ROOT) -> int:
     except ConfigError as error:
         print(f"run_experiment.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except Stopped as stop:
+        print(f"run_experiment.py: {stop}", file=sys.stderr)
+        return 128 + stop.number
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # the reader of a pipe has had enough; flush nothing more into it at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        else:
+            print(f"run_experiment.py: failed: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("run_experiment.py: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe has had enough; nothing more may be flushed into it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 def _command(argv: Sequence[str], root: Path) -> int:

@@ -29,6 +29,7 @@ from experiments.options import Options, TrainingOptions
 from experiments.registry import Entry
 from experiments.values import plain
 from jax5d.config import ConfigError
+from jax5d.train.signals import Stopped
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,13 @@ def run(entry: Entry, module: ModuleType, options: Options, console: Console) ->
     start, failure = time.perf_counter(), {}
     try:
         outcome = module.run(options, folder, console)
-    except ConfigError:
+    except (ConfigError, Stopped):
         raise
     except Exception as error:  # whatever it was, result.json must not keep an older verdict
-        traceback.print_exc()
+        if isinstance(error, (OSError, FloatingPointError)):  # the disk or the numbers, not the program
+            console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        else:
+            traceback.print_exc()
         outcome, failure = Outcome([]), {"error": f"{type(error).__name__}: {error}"}
     result = {
         "experiment": entry.name,

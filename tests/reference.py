@@ -72,7 +72,7 @@ def forward(params, inputs, config):
             y = mlp(p["mlp"], h)
         x = x + y
     x = layer_norm(outer["norm_f"], x)
-    return x @ outer["wte"][: config.vocab].T, aux, z
+    return x @ outer.get("head", outer["wte"])[: config.vocab].T, aux, z
 
 
 def objective(params, inputs, labels, config):
@@ -84,6 +84,6 @@ def objective(params, inputs, labels, config):
         picked = jnp.take_along_axis(logp, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
         total, aux, z = total - jnp.sum(jnp.where(targets >= 0, picked, 0)), aux + a, z + b
     m = len(inputs)
-    ce = total / jnp.maximum(jnp.sum(labels >= 0), 1)
+    ce = total / jnp.maximum(jnp.sum(labels >= 0), 1).astype(jnp.float32)
     extra = (config.aux_coef * aux + config.z_coef * z) / m if config.experts else 0.0
     return ce + extra, {"loss": ce, "aux_loss": aux / m, "router_z_loss": z / m}

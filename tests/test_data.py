@@ -620,7 +620,17 @@ def test_stream_equals_direct_batches_and_ends(tmp_path):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(0, 10), (10, 10), (99, 10), (8, 8), (5, 5), (1, 1)])
+EVALUATED = [
+    (0, [*range(10)]),
+    (10, [*range(10)]),
+    (99, [*range(10)]),
+    (8, [0, 1, 2, 3, 5, 6, 7, 8]),
+    (5, [0, 2, 4, 6, 8]),
+    (1, [0]),
+]
+
+
+@pytest.mark.parametrize(("limit", "expected"), EVALUATED)
 def test_evaluation_takes_each_window_once(tmp_path, limit, expected):
     found = []
     for batch in B.evaluation_batches(windows(tmp_path / "a.tokens", 10), 4, 2, limit, sharding(P(None, "dp"))):
@@ -631,7 +641,7 @@ def test_evaluation_takes_each_window_once(tmp_path, limit, expected):
         assert not inputs[~real].any()
         assert np.array_equal(labels[real], inputs[real] + 1)
         found += (inputs[real.all(-1)][:, 0] // 4).tolist()
-    assert found == list(range(expected))
+    assert found == expected
 
 
 # Entropies
@@ -644,6 +654,11 @@ def brute_force(tokens) -> tuple[float, float]:
     unigram = -sum(c / n * math.log(c / n) for c in ones.values())
     bigram = -sum(c / (n - 1) * math.log(c / first[pair[0]]) for pair, c in pairs.items())
     return unigram, bigram
+
+
+def test_entropy_of_rows_has_no_pairs_across_rows():
+    assert bigram_entropy(np.array([[0, 1], [1, 0], [0, 1]]), 2) == pytest.approx(0, abs=1e-12)
+    assert bigram_entropy(np.array([[0, 1], [0, 0]]), 2) == pytest.approx(math.log(2))
 
 
 def test_entropies(monkeypatch):

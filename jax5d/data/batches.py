@@ -61,6 +61,11 @@ class Windows:
         """
         return self.read(window, 0, self.seq_len + 1)
 
+    def sample(self, limit: int) -> np.ndarray:
+        """Numbers int64 [count] of `limit` windows (0, or more than there are: all), evenly spaced over the split."""
+        count = min(limit or len(self), len(self))
+        return np.arange(count) * len(self) // count
+
     def read(self, window: int, start: int, stop: int) -> np.ndarray:
         """Ids int32 [stop - start] of a part of one window; raises as `__getitem__` does."""
         if not 0 <= window < len(self):
@@ -147,7 +152,7 @@ def stream(batches: Batches, start: int, stop: int, sharding: jax.sharding.Shard
 def evaluation_batches(
     windows: Windows, batch_rows: int, microbatches: int, limit: int, sharding: jax.sharding.Sharding
 ) -> Iterator[Batch]:
-    """Batches int32 [M, batch_rows/M, S] that hold each of the first `limit` windows (0: all) once, in order.
+    """Batches int32 [M, batch_rows/M, S] that hold each of `windows.sample(limit)` once, in order.
 
     All have one shape: the last is filled up with rows whose inputs are 0 and whose labels are all `IGNORE`.
 
@@ -155,14 +160,15 @@ def evaluation_batches(
         ConfigError: microbatches do not divide `batch_rows`.
     """
     _check_microbatches(batch_rows, microbatches)
-    count = min(limit or len(windows), len(windows))
+    chosen = windows.sample(limit)
+    steps = range(-(-len(chosen) // batch_rows))
+    padded = np.pad(chosen, (0, len(steps) * batch_rows - len(chosen)), constant_values=PADDING)
+    grids = padded.reshape(len(steps), microbatches, -1)
 
     def grid(batch: int) -> np.ndarray:
-        rows = np.arange(batch * batch_rows, (batch + 1) * batch_rows)
-        return np.where(rows < count, rows, PADDING).reshape(microbatches, -1)
+        return grids[batch]
 
     shape = (microbatches, batch_rows // microbatches, windows.seq_len)
-    steps = range(-(-count // batch_rows))
     return (batch for _, batch in _stream(windows, grid, steps, shape, sharding))
 
 

@@ -1,0 +1,201 @@
+"""One GPT-2 step by the library and by the automatic partitioner, side by side on 8 fake CPU devices.
+
+    python benchmarks/gspmd.py [--rounds 9] [--remat none|full] [--json FILE]
+
+Both start from the same weights and see the same batches in float32, with AdamW, clipping and recomputation alike;
+their losses must agree to 1e-5 over three steps before anything is timed. They are timed in turn, round by round, and
+the median is printed, so that a noisy machine is noisy for both. Bytes are counted from both compiled programs by one
+counter (`benchmarks.hlo`), and the library's also from its jaxpr. About 4 minutes on 2 CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import automatic, hlo
+from jax5d.config import MeshConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig, check
+from jax5d.measure.ledger import ledger
+from jax5d.mesh import use_cpu_devices
+from jax5d.train.step import Trainer
+
+MESHES = (MeshConfig(dp=8), MeshConfig(dp=4, tp=2), MeshConfig(dp=2, tp=4))
+MODEL = ModelConfig(layers=8, d_model=256, heads=8, d_ff=1024, vocab=8192, context=256)
+TRAIN = TrainConfig(global_batch=16, seq_len=256, clip=1.0)
+STEPS = 3
+"""Steps over which the two losses are compared."""
+CLOSE = 1e-5
+"""Largest relative difference of the losses."""
+
+
+@dataclass
+class Side:
+    """One of the two ways, compiled: `run(batch)` does a step and returns its loss."""
+
+    run: Callable[[dict[str, np.ndarray]], jax.Array]
+    compiled: Any
+    trace_seconds: float
+    compile_seconds: float
+    step_seconds: list[float] = field(default_factory=list)
+
+    def report(self) -> dict[str, Any]:
+        """What is printed, in SI units."""
+        moved = hlo.collectives(self.compiled.as_text())
+        return {
+            "step_seconds": median(self.step_seconds),
+            "step_seconds_all": self.step_seconds,
+            "trace_seconds": self.trace_seconds,
+            "compile_seconds": self.compile_seconds,
+            "collectives": sum(m.count for m in moved),
+            "payload_bytes": sum(m.payload_bytes for m in moved),
+            "wire_bytes": float(sum(m.wire_bytes for m in moved)),
+            "temporary_bytes": self.compiled.memory_analysis().temp_size_in_bytes,
+        }
+
+
+def build(step: Any, args: tuple) -> tuple[Any, float, float]:
+    """A jitted step, compiled for `args`; seconds of tracing and of compiling."""
+    start = time.perf_counter()
+    lowered = step.lower(*args)
+    traced = time.perf_counter()
+    compiled = lowered.compile()
+    return compiled, traced - start, time.perf_counter() - traced
+
+
+def ours(trainer: Trainer) -> tuple[Side, float]:
+    """The library's side, and the bytes on the wire that its jaxpr gives."""
+
+    def place(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        return {name: jax.device_put(value[None], trainer.batch_sharding) for name, value in batch.items()}
+
+    state = trainer.init()
+    args = state, place(batch_of(0))
+    compiled, *seconds = build(trainer.step, args)
+    wire = float(sum(c.wire_bytes for c in ledger(trainer.step, *args)))
+
+    def run(batch: dict[str, np.ndarray]) -> jax.Array:
+        nonlocal state
+        state, metrics = compiled(state, place(batch))
+        jax.block_until_ready(state)
+        return metrics["loss"]
+
+    return Side(run, compiled, *seconds), wire
+
+
+def theirs(trainer: Trainer) -> Side:
+    """The automatic partitioner's side: the library's initial values and layout, and its optimizer."""
+    sharding = NamedSharding(trainer.mesh, automatic.BATCH_SPEC)
+
+    def place(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        return {name: jax.device_put(value, sharding) for name, value in batch.items()}
+
+    config, layout, first = trainer.config, trainer.shardings, trainer.init()
+    shardings = layout.params, layout.opt_state
+    step = automatic.make_step(
+        trainer.mesh, trainer.optimizer, shardings, clip=config.train.clip, remat=config.parallel.remat
+    )
+    state = first.params, first.opt_state
+    compiled, *seconds = build(step, (*state, place(batch_of(0))))
+
+    def run(batch: dict[str, np.ndarray]) -> jax.Array:
+        nonlocal state
+        *state, loss = compiled(*state, place(batch))
+        jax.block_until_ready(state)
+        return loss
+
+    return Side(run, compiled, *seconds)
+
+
+def batch_of(step: int) -> dict[str, np.ndarray]:
+    """Random tokens, a function of the step: int32 [rows, sequence]."""
+    tokens = np.random.default_rng(step).integers(MODEL.vocab, size=(TRAIN.global_batch, TRAIN.seq_len + 1), dtype=np.int32)
+    return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def compare(mesh: MeshConfig, remat: str, rounds: int) -> dict[str, Any]:
+    """Both sides on one mesh: losses held together, then timed in turn."""
+    config = RunConfig(mesh=mesh, model=MODEL, parallel=ParallelConfig(remat=remat), train=TRAIN)
+    check(config)
+    trainer = Trainer.create(config)
+    (a, ledger_wire), b = ours(trainer), theirs(trainer)
+    losses = [(float(a.run(batch_of(i))), float(b.run(batch_of(i)))) for i in range(STEPS)]
+    for step, (x, y) in enumerate(losses):
+        if abs(x - y) > CLOSE * abs(y):
+            raise AssertionError(f"step {step}: loss {x} by the library, {y} by the partitioner")
+    for i in range(rounds):
+        batch = batch_of(STEPS + i)
+        for side in (a, b):
+            start = time.perf_counter()
+            side.run(batch)
+            side.step_seconds.append(time.perf_counter() - start)
+    return {
+        "mesh": asdict(mesh),
+        "losses": losses,
+        "ours": a.report() | {"ledger_wire_bytes": ledger_wire},
+        "gspmd": b.report(),
+        "step_ratio": median(x / y for x, y in zip(a.step_seconds, b.step_seconds, strict=True)),
+    }
+
+
+ROWS: tuple[tuple[str, str, float, str], ...] = (
+    ("step, s", "step_seconds", 1, ".3f"),
+    ("trace, s", "trace_seconds", 1, ".2f"),
+    ("compile, s", "compile_seconds", 1, ".2f"),
+    ("collectives a step", "collectives", 1, ".0f"),
+    ("their operands, MB a device", "payload_bytes", 1e6, ".2f"),
+    ("sent, MB a device", "wire_bytes", 1e6, ".2f"),
+    ("sent by the jaxpr, MB a device", "ledger_wire_bytes", 1e6, ".2f"),
+    ("temporary memory, MB a device", "temporary_bytes", 1e6, ".1f"),
+)
+"""Label, key of a report, unit and format of each row."""
+
+
+def show(results: list[dict[str, Any]], remat: str, rounds: int) -> None:
+    """Print the table."""
+    table = Table(title=f"GPT-2 {MODEL.layers} x {MODEL.d_model}, remat {remat}, median of {rounds} rounds in turn")
+    for column in ("mesh", "quantity"):
+        table.add_column(column)
+    for column in ("jax5d", "partitioner", "jax5d / partitioner"):
+        table.add_column(column, justify="right")
+    for result in results:
+        name = " ".join(f"{axis} {size}" for axis, size in result["mesh"].items() if size > 1)
+        for label, key, unit, form in ROWS:
+            values = [result[side].get(key) for side in ("ours", "gspmd")]
+            cells = ["" if v is None else format(v / unit, form) for v in values]
+            ratio = result["step_ratio"] if key == "step_seconds" else values[0] / values[1] if values[1] else None
+            table.add_row(name if key == ROWS[0][1] else "", label, *cells, "" if ratio is None else f"{ratio:.3f}")
+        table.add_section()
+    Console().print(table)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9, help="timed steps of each side, in turn (default 9)")
+    parser.add_argument("--remat", choices=("none", "full"), default="full", help="recomputation (default full)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
+    options = parser.parse_args()
+    use_cpu_devices(8)
+    results = [compare(mesh, options.remat, options.rounds) for mesh in MESHES]
+    show(results, options.remat, options.rounds)
+    if options.json:
+        options.json.write_text(json.dumps({"remat": options.remat, "jax": jax.__version__, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

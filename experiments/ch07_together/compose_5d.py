@@ -1,0 +1,103 @@
+"""All five axes at once: the MoE on pp = dp = ep = cp = tp = 2 learns exactly as on one device.
+
+Claim: the loss curve on 32 devices, every axis at work, is the curve of one device up to float rounding.
+
+    python run_experiment.py compose_5d            about 2 minutes on 2 CPU cores: 32 fake devices
+    python run_experiment.py compose_5d --quick    under a minute
+
+Expected: float32 losses that differ by some 1e-6 at first and by at most 1e-3 nats after all steps (AdamW and the
+choice of experts enlarge rounding), and a ledger that equals theory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+
+from experiments.harness import Check, Outcome, save_figure
+from experiments.options import TrainingOptions
+from experiments.training import Traffic, mesh_name, open_tokens
+from jax5d.config import PRESETS, MeshConfig, ParallelConfig, TrainConfig
+from jax5d.data.batches import device_batch
+from jax5d.mesh import make_mesh
+from jax5d.train.loop import Data, open_data
+from jax5d.train.step import Trainer
+
+CAPSULES = [37]
+CLAIM = "An MoE on pp = dp = ep = cp = tp = 2 (32 devices) has the loss curve of one device"
+NEEDS = "32 fake CPU devices and 2 minutes on 2 cores, or 32 GPUs"
+
+TOLERANCE = 1e-3
+"""Nats. Rounding differs from mesh to mesh, and AdamW's division by small second moments enlarges it."""
+
+DEFAULTS = TrainingOptions(
+    mesh=MeshConfig(pp=2, dp=2, ep=2, cp=2, tp=2),
+    model=replace(PRESETS["moe-tiny"], layers=2, d_model=64, d_ff=128),
+    parallel=ParallelConfig(sequence=True, microbatches=2),
+    train=TrainConfig(steps=60, seq_len=64),
+)
+QUICK = replace(DEFAULTS, train=replace(DEFAULTS.train, steps=10))
+
+
+def check(options: TrainingOptions, folder: Path) -> None:
+    """Refuse data that this run cannot use."""
+    open_data(options.run_config, open_tokens(options))
+
+
+def run(options: TrainingOptions, folder: Path, console: Console) -> Outcome:
+    """The same training twice, from the same seed."""
+    config = options.run_config
+    data = open_data(config, open_tokens(options))
+    composed = Trainer.create(config)
+    alone = replace(config, mesh=MeshConfig(), parallel=replace(config.parallel, sequence=False))
+    single = Trainer.create(alone, mesh=make_mesh(alone.mesh, jax.devices()[:1]))
+    names = mesh_name(config.mesh), "one device"
+    losses = {name: _train(t, data, console, name) for name, t in zip(names, (composed, single), strict=True)}
+    first, second = losses.values()
+    apart = np.abs(first - second)
+    save_figure(_figure(losses, apart), folder, "losses")
+    traffic = Traffic.of(composed)
+    return Outcome(
+        checks=[
+            Check.equal("largest difference of the two loss curves, nats", apart.max(), 0, TOLERANCE),
+            Check.equal("difference at the first step, nats", apart[0], 0, 1e-5),
+            Check.below("loss at the end, nats, below the loss at the start", first[-1], first[0]),
+            *traffic.checks(),
+        ],
+        metrics={"losses": losses, "largest_difference": apart.max()},
+        tables=[traffic.table()],
+    )
+
+
+def _train(trainer: Trainer, data: Data, console: Console, name: str) -> np.ndarray:
+    """Loss of every step, nats per token."""
+    state, losses = trainer.init(), []
+    steps = range(trainer.config.train.steps)
+    for step in track(steps, description=name, console=console, disable=not console.is_terminal):
+        state, metrics = trainer.step(state, device_batch(data.batches, step, trainer.batch_sharding))
+        losses.append(float(metrics["loss"]))
+    console.print(f"{name}: loss {losses[0]:.4f} to {losses[-1]:.4f} nats in {len(losses)} steps", highlight=False)
+    return np.array(losses)
+
+
+def _figure(losses: dict[str, np.ndarray], apart: np.ndarray) -> Figure:
+    figure = Figure(figsize=(8, 6))
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    steps = np.arange(1, len(apart) + 1)
+    for (name, curve), style in zip(losses.items(), ({"linewidth": 5, "alpha": 0.4}, {"linewidth": 1.5}), strict=True):
+        top.plot(steps, curve, label=name, **style)
+    top.set(ylabel="training loss, nats per token", title="An MoE on all five axes and on one device")
+    top.legend()
+    bottom.semilogy(steps, np.maximum(apart, 1e-9), ".-", color="tab:gray")
+    bottom.axhline(TOLERANCE, color="tab:red", linestyle="--", linewidth=1, label=f"tolerance {TOLERANCE:g}")
+    bottom.set(xlabel="optimizer step", ylabel="difference, nats")
+    bottom.legend()
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    return figure

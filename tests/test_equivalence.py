@@ -1,0 +1,56 @@
+"""The property that everything rests on: on any mesh, with any options, training is that of one device.
+
+One registry of meshes; both models run all of it. Options vary along the registry instead of in a full product, each
+with every model on several meshes:
+
+    sequence parallelism   tp2, pp2tp2, dp2tp2, ep2tp2, cp2tp2, all five      without: tp4, pp2cp2tp2, all five
+    afab                   ep2, pp4, pp2ep2, pp2cp2tp2, all five              1f1b: the others
+    full recomputation     dp4, cp2, pp2, pp2cp2, dp2cp2, dp2tp2, cp2tp2, all five
+    several microbatches   M 2: nine meshes; M 4: five; fewer than stages: pp4; as many or more: the rest
+    chunks of the loss     2 and 3 (which do not divide a device's tokens)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny import check_equivalent, config, name
+
+FIVE = {"pp": 2, "dp": 2, "ep": 2, "cp": 2, "tp": 2}
+
+REGISTRY: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({}, {"microbatches": 4, "loss_chunks": 3}),
+    ({"dp": 2}, {"microbatches": 2, "loss_chunks": 3}),
+    ({"dp": 4}, {"remat": "full"}),
+    ({"ep": 2}, {"microbatches": 4, "schedule": "afab"}),
+    ({"ep": 4}, {}),
+    ({"cp": 2}, {"microbatches": 2, "remat": "full"}),
+    ({"cp": 4}, {"loss_chunks": 2}),
+    ({"tp": 2}, {"microbatches": 2, "sequence": True}),
+    ({"tp": 4}, {"loss_chunks": 3}),
+    ({"pp": 2}, {"microbatches": 4, "remat": "full"}),
+    ({"pp": 4}, {"microbatches": 2, "schedule": "afab"}),
+    ({"pp": 2, "dp": 2}, {"microbatches": 4, "loss_chunks": 2}),
+    ({"pp": 2, "ep": 2}, {"microbatches": 2, "schedule": "afab"}),
+    ({"pp": 2, "cp": 2}, {"microbatches": 4, "remat": "full"}),
+    ({"pp": 2, "tp": 2}, {"microbatches": 2, "sequence": True}),
+    ({"dp": 2, "ep": 2}, {"microbatches": 2, "loss_chunks": 3}),
+    ({"dp": 2, "cp": 2}, {"remat": "full"}),
+    ({"dp": 2, "tp": 2}, {"sequence": True, "remat": "full"}),
+    ({"ep": 2, "cp": 2}, {"microbatches": 2}),
+    ({"ep": 2, "tp": 2}, {"microbatches": 2, "sequence": True, "loss_chunks": 3}),
+    ({"cp": 2, "tp": 2}, {"sequence": True, "remat": "full"}),
+    ({"pp": 2, "cp": 2, "tp": 2}, {"microbatches": 4, "schedule": "afab"}),
+    (FIVE, {"loss_chunks": 3}),
+    (FIVE, {"microbatches": 2, "sequence": True, "remat": "full", "schedule": "afab"}),
+]
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["gpt2", "moe"])
+@pytest.mark.parametrize(
+    ("mesh", "options"), REGISTRY, ids=["-".join([name(mesh), *map(str, options.values())]) for mesh, options in REGISTRY]
+)
+def test_training_equals_one_device(mesh: dict[str, int], options: dict[str, Any], moe: bool) -> None:
+    """Loss, gradients, their norm, parameters after 3 steps of SGD, and every shard of every device."""
+    check_equivalent(config(mesh, moe=moe, **options))
