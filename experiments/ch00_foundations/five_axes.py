@@ -142,7 +142,8 @@ def _figure(rows: list[Row]) -> Figure:
     right.set(ylabel="MB on a device", title="In memory")
     for axes in (left, right):
         axes.set_xticks(places, labels, rotation=45, ha="right")
-        axes.legend(fontsize=8)
+        axes.set_ylim(top=1.3 * axes.get_ylim()[1])  # room for the legend
+        axes.legend(fontsize=8, ncols=2, loc="upper left")
         axes.grid(axis="y", alpha=0.3)
     figure.suptitle(f"Each axis alone: a small MoE of {RUN.model.layers} layers, {RUN.model.experts} experts")
     return figure

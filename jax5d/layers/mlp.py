@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,16 @@ from jax.sharding import PartitionSpec as P
 
 from jax5d.layers.init import normal
 from jax5d.parallel.tensor import Boundary
+
+
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=(2,))
+def gelu_times(hidden: jax.Array, weight: jax.Array, product: str) -> jax.Array:
+    """einsum(product, gelu(hidden), weight) with tanh GELU.
+
+    Keeps `hidden` alone for the backward pass, where autodiff would keep six arrays of its size; the product itself is
+    not computed again.
+    """
+    return jnp.einsum(product, jax.nn.gelu(hidden, approximate=True), weight)
 
 
 class Mlp(nnx.Module):
@@ -27,6 +38,5 @@ class Mlp(nnx.Module):
         """Residual stream [b, s_stream, d] -> the same, no losses, no statistics."""
         x = self.boundary.enter(x)
         hidden = jnp.einsum("bsd,df->bsf", x, self.w_in[...].astype(x.dtype)) + self.b_in[...].astype(x.dtype)[None, None]
-        y = jnp.einsum("bsf,fd->bsd", jax.nn.gelu(hidden, approximate=True), self.w_out[...].astype(x.dtype))
-        y = self.boundary.leave(y)
+        y = self.boundary.leave(gelu_times(hidden, self.w_out[...].astype(x.dtype), "bsf,fd->bsd"))
         return y + self.b_out[...].astype(y.dtype)[None, None], {}, {}

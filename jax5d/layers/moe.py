@@ -9,6 +9,8 @@ k choices, c slots.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,8 +18,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax5d.layers.init import normal
+from jax5d.layers.mlp import gelu_times
 from jax5d.parallel.expert import Route, assign, balance, capacity, choose, combine, dispatch
 from jax5d.parallel.tensor import Boundary
+
+
+@partial(jax.checkpoint, prevent_cse=False)
+def _logits(x: jax.Array, router: jax.Array) -> jax.Array:
+    """float32 [b, s, e], keeping x in its own dtype for the backward pass."""
+    return jnp.einsum("bsd,de->bse", x.astype(jnp.float32), router)
 
 
 class Moe(nnx.Module):
@@ -43,7 +52,7 @@ class Moe(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array]]:
         """Residual stream [b, s_stream, d] -> the same, the router's losses, and its counts."""
-        logits = jnp.einsum("bsd,de->bse", x.astype(jnp.float32), self.router[...])
+        logits = _logits(x, self.router[...])
         route = choose(logits, self.top_k)
         balanced = balance(logits, route, self.boundary.axes)
         y, dropped = self._experts(self.boundary.enter(x), jax.tree.map(self.boundary.enter, route))
@@ -59,7 +68,7 @@ class Moe(nnx.Module):
         size = capacity(t, experts, self.top_k, self.factor)
         slots = assign(route.experts, experts)
         hidden = jnp.einsum("gecd,edf->gecf", dispatch(x, route.experts, slots, experts, size), self._cast(self.w_in, x))
-        y = jnp.einsum("gecf,efd->gecd", jax.nn.gelu(hidden, approximate=True), self._cast(self.w_out, x))
+        y = gelu_times(hidden, self._cast(self.w_out, x), "gecf,efd->gecd")
         dropped = jnp.sum(slots >= size, dtype=jnp.int32)
         once = jnp.where(lax.axis_index("tp") == 0, dropped, 0)  # every tp device counts the same tokens
         return combine(y, route, slots).reshape(b, s, d), once

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,9 +22,15 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., d] -> [..., d]."""
-        wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        normed = centred * lax.rsqrt(variance + EPS)
-        shape = (1,) * (x.ndim - 1) + (-1,)
-        return (normed * self.scale[...].reshape(shape) + self.bias[...].reshape(shape)).astype(x.dtype)
+        return _normalise(x, self.scale[...], self.bias[...])
+
+
+@partial(jax.checkpoint, prevent_cse=False)
+def _normalise(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    """Keeps x alone for the backward pass, where autodiff would keep four arrays of its size."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    normed = centred * lax.rsqrt(variance + EPS)
+    shape = (1,) * (x.ndim - 1) + (-1,)
+    return (normed * scale.reshape(shape) + bias.reshape(shape)).astype(x.dtype)
