@@ -35,7 +35,9 @@ def main(argv: Sequence[str], root: Path = registry.ROOT) -> int:
         print(f"run_experiment.py: {stop}", file=sys.stderr)
         return 128 + stop.number
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # the reader of a pipe has had enough; flush nothing more into it at exit
+        if isinstance(
+            error, BrokenPipeError
+        ):  # the reader of a pipe has had enough; flush nothing more into it at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         else:
             print(f"run_experiment.py: failed: {error}", file=sys.stderr)

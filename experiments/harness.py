@@ -85,7 +85,7 @@ def run(entry: Entry, module: ModuleType, options: Options, console: Console) ->
     """
     folder = options.out or Path("runs", entry.name, time.strftime("%Y%m%d-%H%M%S"))
     config = folder / "config.yaml"
-    if os.path.exists(config) and experiment_of(config) != entry.name:
+    if config.exists() and experiment_of(config) != entry.name:
         raise ConfigError(f"--out {folder} has a config.yaml that is not of {entry.name}; give another folder")
     if hasattr(module, "check"):
         module.check(options, folder)

@@ -54,7 +54,9 @@ class Traffic:
 
     def table(self) -> Table:
         """One row for each kind of collective."""
-        table = Table("op", "axes", "times", "MB sent", "theory: times", "MB", title="Collectives of a step, per device")
+        table = Table(
+            "op", "axes", "times", "MB sent", "theory: times", "MB", title="Collectives of a step, per device"
+        )
         theory = {(e.op, e.axes): e for e in self.theory}
         for entry in self.measured:
             other = theory.get((entry.op, entry.axes))

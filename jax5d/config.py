@@ -74,7 +74,7 @@ class ModelConfig:
     capacity_factor: float = 0.0
     """Slots per expert over the even share of its group; 0 is dropless (every token finds a slot)."""
     group: int = 0
-    """Tokens of a sequence that share an expert's capacity; 0 is the whole sequence on one context shard when dropless."""
+    """Tokens of a sequence that share an expert's capacity; 0, only when dropless, is a context shard's whole part."""
     aux_coef: float = 0.01
     """Weight of the load-balancing loss (Switch Transformer, eq. 4)."""
     z_coef: float = 0.001
@@ -99,9 +99,7 @@ PRESETS: dict[str, ModelConfig] = {
     "gpt2-large": _gpt2("gpt2-large", 36, 1280, 20),
     "gpt2-xl": _gpt2("gpt2-xl", 48, 1600, 25),
     "moe-tiny": ModelConfig(name="moe-tiny", d_ff=256, experts=4),
-    "moe-8x124m": dataclasses.replace(
-        _gpt2("moe-8x124m", 12, 768, 12), experts=8, capacity_factor=1.25, group=256
-    ),
+    "moe-8x124m": dataclasses.replace(_gpt2("moe-8x124m", 12, 768, 12), experts=8, capacity_factor=1.25, group=256),
 }
 
 

@@ -18,7 +18,7 @@ DATA_AXES = ("dp", "ep", "cp")
 """Axes over which devices hold different tokens."""
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]
     """The five-axis mesh over `devices` (default: all). Raises `ConfigError` where the product does not match."""
     shape = tuple(getattr(config, axis) for axis in AXES)
     if devices is None:

@@ -93,7 +93,8 @@ def _measure(mesh: MeshConfig) -> Row:
     count = config.parallel.microbatches
     shape = (count, config.train.global_batch // count, config.train.seq_len)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=trainer.batch_sharding)
-    compiled = trainer.step.lower(state, {"inputs": ids, "labels": ids}).compile()
+    memory = trainer.step.lower(state, {"inputs": ids, "labels": ids}).compile().memory_analysis()
+    assert memory is not None
     local = trainer.batch_sharding.shard_shape(shape)
     split = [name for name, whole, part in zip(("rows", "sequence"), shape[1:], local[1:], strict=True) if part < whole]
     name = next((f"{axis} {n}" for axis, n in vars(mesh).items() if n > 1), "one device")
@@ -103,7 +104,7 @@ def _measure(mesh: MeshConfig) -> Row:
         traffic=Traffic.of(trainer),
         state=bytes_on_device(state, trainer.mesh.devices.flat[0]),
         state_theory=state_bytes(config),
-        temporary=compiled.memory_analysis().temp_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
     )
 
 

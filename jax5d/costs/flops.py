@@ -6,9 +6,8 @@ scores and values with the full s x s square counted, as the Ultra-Scale Playboo
 
 from __future__ import annotations
 
-from jax5d.config import ModelConfig
+from jax5d.config import MeshConfig, ModelConfig
 from jax5d.costs.parameters import count, leaves
-from jax5d.config import MeshConfig
 
 PEAK_FLOPS = {
     "A100": 312e12,
@@ -23,9 +22,7 @@ def active_parameters(model: ModelConfig) -> int:
     """Parameters that one token meets: all of a dense model's, top_k of an MoE's experts."""
     if not model.experts:
         return count(model)
-    expert = sum(
-        x.local_size(MeshConfig()) for x in leaves(model, MeshConfig()) if x.axes[:2] == ("pp", "ep")
-    )
+    expert = sum(x.local_size(MeshConfig()) for x in leaves(model, MeshConfig()) if x.axes[:2] == ("pp", "ep"))
     return count(model) - expert * (model.experts - model.top_k) // model.experts
 
 

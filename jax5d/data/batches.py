@@ -7,6 +7,7 @@ int32 [M, B/M, S], and labels[m, b, s] is the token that follows inputs[m, b, s]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import grain
 import jax
@@ -190,8 +191,8 @@ def _stream(
         reads.close()
 
 
-def _block(index: tuple[slice, ...], shape: tuple[int, ...]) -> Block:
-    """Bounds (start, stop) of an index along each dim; slices themselves make no dict key before Python 3.12."""
+def _block(index: Any, shape: tuple[int, ...]) -> Block:
+    """Bounds (start, stop) of an index, a tuple of slices, along each dim; slices are no dict keys before 3.12."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 

@@ -23,7 +23,7 @@ def unigram_entropy(tokens: np.ndarray, vocab: int) -> float:
 
 
 def bigram_entropy(tokens: np.ndarray, vocab: int) -> float:
-    """Empirical conditional entropy H(x_t | x_{t-1}) over the pairs of neighbours in integer ids [..., N], in nats per token.
+    """Empirical conditional entropy H(x_t | x_{t-1}) of integer ids [..., N], in nats per token; pairs within a row.
 
     By the chain rule it is H(x_{t-1}, x_t) - H(x_{t-1}). Only pairs that occur are stored.
 

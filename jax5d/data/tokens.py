@@ -125,7 +125,7 @@ def write_tokens(
             _write(file, path, chunks, tokenizer, source, validation)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
     return TokenFile(path)

@@ -31,7 +31,7 @@ class Vocabulary(nnx.Module):
         self.vocab, self.dropout, self.boundary = vocab, dropout, boundary
 
     def embed(self, ids: jax.Array, place: Place, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """int32 [b, s] -> the residual stream [b, s_stream, d]; `key` uint32 [2] draws dropout. Linear in the tables."""
+        """int32 [b, s] -> the residual stream [b, s_stream, d]; `key` uint32 [2] is dropout's. Linear in the tables."""
         tokens = embed_tokens(self.wte[...], ids, self.boundary, dtype)
         positions = jnp.take(self.wpe[...], self.boundary.split(place.positions), axis=0).astype(dtype)
         return dropout(tokens + positions[None], self.dropout, key, place, self.boundary)

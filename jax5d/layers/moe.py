@@ -13,6 +13,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -61,17 +62,19 @@ class Moe(nnx.Module):
 
     def _experts(self, x: jax.Array, route: Route) -> tuple[jax.Array, jax.Array]:
         """Partial sums [b, s, d] of the chosen experts, and how many choices found no slot (int32 [])."""
-        b, s, d = x.shape
+        b, s, _ = x.shape
         t = self.group or s
-        x, route = jax.tree.map(lambda a: a.reshape(b * s // t, t, a.shape[-1]), (x, route))
+        x, route = jax.tree.map(lambda a: rearrange(a, "b (n t) z -> (b n) t z", t=t), (x, route))
         experts = self.router.shape[1]
         size = capacity(t, experts, self.top_k, self.factor)
         slots = assign(route.experts, experts)
-        hidden = jnp.einsum("gecd,edf->gecf", dispatch(x, route.experts, slots, experts, size), self._cast(self.w_in, x))
+        hidden = jnp.einsum(
+            "gecd,edf->gecf", dispatch(x, route.experts, slots, experts, size), self._cast(self.w_in, x)
+        )
         y = gelu_times(hidden, self._cast(self.w_out, x), "gecf,efd->gecd")
         dropped = jnp.sum(slots >= size, dtype=jnp.int32)
         once = jnp.where(lax.axis_index("tp") == 0, dropped, 0)  # every tp device counts the same tokens
-        return combine(y, route, slots).reshape(b, s, d), once
+        return rearrange(combine(y, route, slots), "(b n) t d -> b (n t) d", b=b), once
 
     @staticmethod
     def _cast(weight: nnx.Param, x: jax.Array) -> jax.Array:

@@ -81,6 +81,7 @@ def _entry(eqn: JaxprEqn, times: int, sizes: dict[str, int]) -> Iterator[Collect
     n = math.prod(sizes[a] for a in axes)
     pairs = len(eqn.params["perm"]) if "perm" in eqn.params else None
     for operand in eqn.invars if axes and times else ():
-        payload = math.prod(operand.aval.shape) * np.dtype(operand.aval.dtype).itemsize
+        kind: Any = operand.aval
+        payload = math.prod(kind.shape) * np.dtype(kind.dtype).itemsize
         op = OPS[eqn.primitive.name]
         yield Collective(op, axes, times, payload * times, Fraction(times) * wire_bytes(op, payload, n, pairs))

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 
-def bytes_on_device(tree: Any, device: jax.Device) -> int:
+def bytes_on_device(tree: Any, device: jax.Device) -> int:  # pyright: ignore[reportInvalidTypeForm]
     """Bytes that a tree of arrays holds on one device."""
     shards = (s for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards)
     return sum(shard.data.nbytes for shard in shards if shard.device == device)

@@ -32,7 +32,7 @@ BATCH_SPEC = P(None, ("dp", "ep"), "cp")
 class Model:
     """A model laid out for a mesh. Its methods but `init` run inside the step's shard_map.
 
-    Parameters are a dict {"outer": ..., "blocks": ...} of plain arrays; every leaf of "blocks" has a leading layers dim.
+    Parameters are a dict {"outer": ..., "blocks": ...} of plain arrays; "blocks" has a leading layers dim.
     """
 
     config: ModelConfig

@@ -69,9 +69,7 @@ class Transformer(nnx.Module):
     """The whole model: `outer` belongs to every pipeline stage, `blocks` is stacked [layers, ...]."""
 
     def __init__(self, config: ModelConfig, rows: int, boundary: Boundary, attend: Attend, rngs: nnx.Rngs):
-        self.outer = Vocabulary(
-            config.vocab, rows, config.context, config.d_model, config.dropout, boundary, rngs
-        )
+        self.outer = Vocabulary(config.vocab, rows, config.context, config.d_model, config.dropout, boundary, rngs)
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=0, out_axes=0)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 
 from jax5d.parallel.data import varying
@@ -73,7 +74,7 @@ def _pieces(kv: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cut a block [2, b, s, n, h] into pieces [c, 2, b, t, n, h] with the global position of each one's first key."""
     size = kv.shape[2]
     count = next(c for c in range(1, size + 1) if size % c == 0 and size // c <= PIECE)
-    cut = jnp.moveaxis(kv.reshape(2, kv.shape[1], count, size // count, *kv.shape[3:]), 2, 0)
+    cut = rearrange(kv, "two b (c t) n h -> c two b t n h", c=count)
     return cut, source * size + jnp.arange(count) * (size // count)
 
 
@@ -92,7 +93,9 @@ def _dropped(weights: jax.Array, start: jax.Array, draw: Draw, rate: float) -> j
     if not rate:
         return weights
     key_ids = (start + jnp.arange(weights.shape[-1])).astype(jnp.uint32)
-    return jnp.where(keep(draw.key, rate, draw.query_ids[..., None], key_ids[None, None, None]), weights / (1 - rate), 0.0)
+    return jnp.where(
+        keep(draw.key, rate, draw.query_ids[..., None], key_ids[None, None, None]), weights / (1 - rate), 0.0
+    )
 
 
 def _seen(source: jax.Array, causal: bool) -> jax.Array:
@@ -168,7 +171,7 @@ def _gradients(saved: tuple, d_out: jax.Array, kv: jax.Array, source: jax.Array,
 
     def met() -> tuple:
         d_q, d_kv = lax.scan(piece, nothing[0], _pieces(kv, source))
-        return d_q, jnp.moveaxis(d_kv, 0, 2).reshape(kv.shape)
+        return d_q, rearrange(d_kv, "c two b t n h -> two b (c t) n h")
 
     return lax.cond(_seen(source, mask.causal), met, lambda: nothing)
 

@@ -73,8 +73,8 @@ def global_norm(tree: Tree, specs: Tree) -> jax.Array:
     for spec, leaf in leaves:
         axes = spec_axes(spec)
         square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))
-        squares[axes] = squares.get(axes, jnp.float32(0)) + square
-    total = jnp.float32(0)
+        squares[axes] = squares.get(axes, jnp.zeros(())) + square
+    total = jnp.zeros(())
     for axes, square in squares.items():
         total = total + (lax.psum(square, axes) if axes else square)
     return jnp.sqrt(total)

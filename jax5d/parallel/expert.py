@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 
 from jax5d.mesh import DATA_AXES
@@ -78,11 +79,10 @@ def assign(experts: jax.Array, count: int) -> jax.Array:
     First choices queue before second ones, earlier tokens before later ones. Integers throughout: a sum of ones in
     bfloat16 stops at 256.
     """
-    g, t, k = experts.shape
-    queue = jnp.swapaxes(experts, 1, 2).reshape(g, k * t)
+    queue = rearrange(experts, "g t k -> g (k t)")
     mine = jax.nn.one_hot(queue, count, dtype=jnp.int32)
     before = jnp.cumsum(mine, axis=1) - mine
-    return jnp.swapaxes(jnp.sum(before * mine, axis=-1).reshape(g, k, t), 1, 2)
+    return rearrange(jnp.sum(before * mine, axis=-1), "g (k t) -> g t k", k=experts.shape[-1])
 
 
 def dispatch(x: jax.Array, experts: jax.Array, slots: jax.Array, count: int, size: int) -> jax.Array:

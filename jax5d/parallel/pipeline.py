@@ -136,7 +136,9 @@ def _backward(
     real = jnp.clip(m, 0, count - 1)
     d_y = jnp.where(_is_last(), carry["d_y"], carry["d_x"])
     d_losses = jax.tree.map(
-        lambda w, kind: varying(jnp.asarray(w, kind.dtype), tuple(kind.manual_axis_type.varying)), weights, halves.out[1]
+        lambda w, kind: varying(jnp.asarray(w, kind.dtype), tuple(kind.manual_axis_type.varying)),
+        weights,
+        halves.out[1],
     )
     d_blocks, d_x = halves.backward(blocks, real, _get(carry["saved"], m), (d_y, d_losses))
     valid = (m >= 0) & (m < count)
@@ -150,9 +152,7 @@ def _backward(
     }
 
 
-def train(
-    table: Table, work: Work, outer: Tree, blocks: Tree, x: jax.Array, scale: jax.Array, weights: Tree
-) -> Result:
+def train(table: Table, work: Work, outer: Tree, blocks: Tree, x: jax.Array, scale: jax.Array, weights: Tree) -> Result:
     """Loss and gradients of one step.
 
     Args:
@@ -197,7 +197,7 @@ def train(
 
 
 def evaluate(table: Table, work: Work, outer: Tree, blocks: Tree, x: jax.Array) -> Result:
-    """The head's results, losses and statistics summed over microbatches, without gradients. Arguments as in `train`."""
+    """The head's results, losses and statistics summed over microbatches, without gradients. Arguments: see `train`."""
 
     def run(blocks: Tree, x: jax.Array, m: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree, list[jax.Array]]:
         return *work.stage(blocks, x, m), []

@@ -50,9 +50,9 @@ class Table:
         for tick in self.ticks:
             if tick.forward is not None:
                 held[tick.forward[stage] % slots] = tick.forward[stage]
-            if tick.backward is not None and 0 <= tick.backward[stage] < self.microbatches:
-                if held.get(tick.backward[stage] % slots) != tick.backward[stage]:
-                    return False
+            m = -1 if tick.backward is None else tick.backward[stage]
+            if 0 <= m < self.microbatches and held.get(m % slots) != m:
+                return False
         return True
 
 

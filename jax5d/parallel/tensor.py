@@ -85,9 +85,7 @@ def embed_tokens(table: jax.Array, ids: jax.Array, boundary: Boundary, dtype: jn
     return lax.psum(boundary.leave(jnp.where(owned[..., None], found, 0)), "pp")
 
 
-def cross_entropy(
-    y: jax.Array, table: jax.Array, labels: jax.Array, *, vocab: int, chunks: int = 1
-) -> jax.Array:
+def cross_entropy(y: jax.Array, table: jax.Array, labels: jax.Array, *, vocab: int, chunks: int = 1) -> jax.Array:
     """Sum of next-token cross-entropies; logits exist for one chunk of tokens and this device's vocabulary only.
 
     Args:
@@ -110,9 +108,7 @@ def cross_entropy(
     return _summed_loss(y_chunks, table, label_chunks, vocab)
 
 
-def _chunk_loss(
-    y: jax.Array, table: jax.Array, labels: jax.Array, vocab: int
-) -> tuple[jax.Array, jax.Array]:
+def _chunk_loss(y: jax.Array, table: jax.Array, labels: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
     """Loss of one chunk and its derivative with respect to the local logits: float32 [], float32 [n, v]."""
     rows = table.shape[0]
     logits = jnp.einsum("nd,vd->nv", y, table.astype(y.dtype), preferred_element_type=jnp.float32)

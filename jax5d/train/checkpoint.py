@@ -192,9 +192,13 @@ def _check_same(mine: dict[str, Any], theirs: dict[str, Any], folder: Path) -> N
     if names:
         differ = ", ".join(f"{name} is {ours[name]} here and {saved.get(name)} there" for name in names)
         shapes = _reshaped(mine["config"], theirs["config"])
-        raise ConfigError(f"{folder} holds another configuration: {differ}{shapes}; give another --out or the same options")
+        raise ConfigError(
+            f"{folder} holds another configuration: {differ}{shapes}; give another --out or the same options"
+        )
     if mine["data"] != theirs["data"]:
-        raise ConfigError(f"{folder} was trained on other data: {theirs['data']}, here {mine['data']}; give another --out")
+        raise ConfigError(
+            f"{folder} was trained on other data: {theirs['data']}, here {mine['data']}; give another --out"
+        )
 
 
 def _reshaped(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
@@ -210,7 +214,9 @@ def _saved(folder: Path, step: int) -> dict[str, Any]:
     with ocp.PyTreeCheckpointer() as reader:
         metadata = reader.metadata((folder / str(step) / "state").absolute())
     tree = metadata.item_metadata.tree
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)
+    }
 
 
 def _check_leaves(target: Tree, saved: dict[str, Any], vocab: int) -> None:

@@ -61,7 +61,7 @@ class Run:
 
 
 def evaluate(trainer: Trainer, state: TrainState, windows: Windows) -> float:
-    """Exact token-weighted mean cross-entropy, in nats, of `train.eval_sequences` windows spread over the split; each once."""
+    """Exact token-weighted mean cross-entropy, in nats, of `train.eval_sequences` windows of the split, each once."""
     config = trainer.config
     total, tokens = 0.0, 0
     for batch in evaluation_batches(

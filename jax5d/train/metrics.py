@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def _keep_until(path: Path, step: int) -> None:
     kept = [record for record in read_metrics(path.parent) if record["step"] <= step]
     draft = path.with_suffix(".draft")
     draft.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    os.replace(draft, path)
+    draft.replace(path)
 
 
 def plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from jax5d.config import TrainConfig
 
@@ -23,7 +24,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
     """
     warmup = min(config.warmup, config.steps)
 
-    def rate(count: jax.Array) -> jax.Array:
+    def rate(count: ArrayLike) -> jax.Array:
         step = jnp.asarray(count, jnp.float32)
         progress = jnp.clip((step - warmup) / max(config.steps - warmup - 1, 1), 0, 1)
         cosine = config.final_lr + (1 - config.final_lr) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
@@ -38,7 +39,7 @@ def decay_mask(params: Tree) -> Tree:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) or plain SGD. Clipping is the step's: it needs the global norm."""
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) or plain SGD. Clipping is the step's."""
     schedule = learning_rate(config)
     if config.optimizer == "sgd":
         return optax.sgd(schedule)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ class Trainer:
         opt_state = optax.tree.map_params(
             self.optimizer, lambda _, spec: spec, shapes, specs, transform_non_params=lambda _: P()
         )
-        return TrainState(P(), specs, opt_state)
+        return TrainState(cast(Any, P()), specs, opt_state)
 
     @cached_property
     def shardings(self) -> TrainState:
@@ -92,7 +92,7 @@ class Trainer:
         return jax.jit(create, out_shardings=self.shardings)()
 
     @cached_property
-    def step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    def step(self) -> jax.stages.Wrapped:
         """Compiled (state, batch) -> (state, metrics). The old state is donated.
 
         A batch is {"inputs", "labels"}: int32 [microbatches, rows, sequence], laid out by `batch_sharding`; negative
@@ -104,12 +104,12 @@ class Trainer:
         return jax.jit(body, out_shardings=shardings, donate_argnums=0)
 
     @cached_property
-    def evaluate(self) -> Callable[[Tree, Batch], dict[str, jax.Array]]:
+    def evaluate(self) -> jax.stages.Wrapped:
         """Compiled (params, batch) -> {"loss_sum", "tokens"}: float32 []; no dropout, nothing is changed."""
         return jax.jit(self._shard_map(self._evaluate, (self.specs.params, BATCH_SPEC), P()))
 
     @cached_property
-    def gradients(self) -> Callable[[TrainState, Batch], tuple[Tree, dict[str, jax.Array]]]:
+    def gradients(self) -> jax.stages.Wrapped:
         """Compiled (state, batch) -> (reduced gradients laid out as the parameters, metrics), for proofs."""
         body = self._shard_map(self._gradients, (self.specs, BATCH_SPEC), (self.specs.params, P()))
         return jax.jit(body)
@@ -160,8 +160,3 @@ class Trainer:
 
     def _global_rows(self, batch: Batch) -> int:
         return batch["inputs"].shape[1] * self.config.mesh.batch_shards
-
-
-def with_mesh(config: RunConfig, **axes: int) -> RunConfig:
-    """The same run on another mesh."""
-    return replace(config, mesh=replace(config.mesh, **axes))
