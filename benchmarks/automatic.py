@@ -82,8 +82,7 @@ def _layer(x: jax.Array, p: Tree, *, at: Callable[..., jax.Array]) -> tuple[jax.
     """The residual stream [b, s, d] through one block."""
     x = x + _attention(_norm(x, p["norm_1"]), p["attention"], at)
     hidden = jnp.einsum("bsd,df->bsf", _norm(x, p["norm_2"]), p["mlp"]["w_in"]) + p["mlp"]["b_in"][None, None]
-    hidden = jax.nn.gelu(at(hidden, "dp", None, "tp"), approximate=True)
-    y = jnp.einsum("bsf,fd->bsd", hidden, p["mlp"]["w_out"]) + p["mlp"]["b_out"][None, None]
+    y = _gelu_times(at(hidden, "dp", None, "tp"), p["mlp"]["w_out"]) + p["mlp"]["b_out"][None, None]
     return at(x + y, "dp", None, None), None
 
 
@@ -100,7 +99,15 @@ def _attention(x: jax.Array, p: Tree, at: Callable[..., jax.Array]) -> jax.Array
     return checkpoint_name(y, SAVED) + p["b_out"][None, None]
 
 
+@partial(jax.checkpoint, prevent_cse=False)
+def _gelu_times(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    """Keeps `hidden` alone, as the library does."""
+    return jnp.einsum("bsf,fd->bsd", jax.nn.gelu(hidden, approximate=True), weight)
+
+
+@partial(jax.checkpoint, prevent_cse=False)
 def _norm(x: jax.Array, p: Tree) -> jax.Array:
+    """Keeps `x` alone, as the library does."""
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
     return centred * lax.rsqrt(variance + EPS) * p["scale"][None, None] + p["bias"][None, None]

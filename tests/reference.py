@@ -60,23 +60,20 @@ def forward(params, inputs, config):
     """Logits [b, s, vocab], summed auxiliary loss, summed z-loss."""
     outer = params["outer"]
     x = outer["wte"][inputs] + outer["wpe"][None, : inputs.shape[1]]
-    aux = z = jnp.float32(0)
-    for i in range(config.layers):
-        p = jax.tree.map(lambda a, i=i: a[i], params["blocks"])
+
+    def layer(x, p):
         x = x + attention(p["attention"], layer_norm(p["norm_1"], x))
         h = layer_norm(p["norm_2"], x)
-        if config.experts:
-            y, a, b = moe(p["mlp"], h, config)
-            aux, z = aux + a, z + b
-        else:
-            y = mlp(p["mlp"], h)
-        x = x + y
+        y, aux, z = moe(p["mlp"], h, config) if config.experts else (mlp(p["mlp"], h), 0.0, 0.0)
+        return x + y, (aux, z)
+
+    x, (aux, z) = jax.lax.scan(layer, x, params["blocks"])
     x = layer_norm(outer["norm_f"], x)
-    return x @ outer.get("head", outer["wte"])[: config.vocab].T, aux, z
+    return x @ outer.get("head", outer["wte"])[: config.vocab].T, jnp.sum(aux), jnp.sum(z)
 
 
 def objective(params, inputs, labels, config):
-    """Token-weighted mean cross-entropy of inputs, labels [microbatches, rows, sequence], and the whole objective."""
+    """The objective of inputs, labels [microbatches, rows, sequence]; its cross-entropy is the mean over tokens."""
     total = aux = z = jnp.float32(0)
     for ids, targets in zip(inputs, labels, strict=True):
         logits, a, b = forward(params, ids, config)

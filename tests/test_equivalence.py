@@ -49,7 +49,9 @@ REGISTRY: list[tuple[dict[str, int], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("moe", [False, True], ids=["gpt2", "moe"])
 @pytest.mark.parametrize(
-    ("mesh", "options"), REGISTRY, ids=["-".join([name(mesh), *map(str, options.values())]) for mesh, options in REGISTRY]
+    ("mesh", "options"),
+    REGISTRY,
+    ids=["-".join([name(mesh), *map(str, options.values())]) for mesh, options in REGISTRY],
 )
 def test_training_equals_one_device(mesh: dict[str, int], options: dict[str, Any], moe: bool) -> None:
     """Loss, gradients, their norm, parameters after 3 steps of SGD, and every shard of every device."""

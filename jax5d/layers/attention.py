@@ -14,6 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from jax5d.layers.bias import add_bias
 from jax5d.layers.dropout import Place
 from jax5d.layers.init import normal
 from jax5d.parallel.context import Draw, ring_attention
@@ -62,12 +63,12 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, place: Place, key: jax.Array) -> jax.Array:
         """Residual stream [b, s_stream, d] -> [b, s_stream, d]; `key` uint32 [2] draws dropout on the weights."""
         x = self.boundary.enter(x)
-        bias = jnp.expand_dims(self.b_qkv[...].astype(x.dtype), (1, 2))
-        q, k, v = jnp.einsum("bsd,dcnh->cbsnh", x, self.w_qkv[...].astype(x.dtype)) + bias
+        qkv = jnp.einsum("bsd,dcnh->cbsnh", x, self.w_qkv[...].astype(x.dtype))
+        q, k, v = add_bias(qkv, jnp.expand_dims(self.b_qkv[...], (1, 2)))
         y = self.attend(q, k, v, Draw(key, self._query_ids(q, place)), rate=self.dropout)
         y = self.boundary.leave(jnp.einsum("bsnh,nhd->bsd", y, self.w_out[...].astype(x.dtype)))
         y = checkpoint_name(y, SAVED)
-        return y + self.b_out[...].astype(y.dtype)[None, None]
+        return add_bias(y, self.b_out[...][None, None])
 
     def _query_ids(self, q: jax.Array, place: Place) -> jax.Array:
         """Global (token, head) number of each query: uint32 [b, n, s]."""

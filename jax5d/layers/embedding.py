@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jax5d.layers.bias import add_bias
 from jax5d.layers.dropout import Place, dropout
 from jax5d.layers.init import normal
 from jax5d.layers.norm import LayerNorm
@@ -33,8 +34,8 @@ class Vocabulary(nnx.Module):
     def embed(self, ids: jax.Array, place: Place, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """int32 [b, s] -> the residual stream [b, s_stream, d]; `key` uint32 [2] is dropout's. Linear in the tables."""
         tokens = embed_tokens(self.wte[...], ids, self.boundary, dtype)
-        positions = jnp.take(self.wpe[...], self.boundary.split(place.positions), axis=0).astype(dtype)
-        return dropout(tokens + positions[None], self.dropout, key, place, self.boundary)
+        positions = jnp.take(self.wpe[...], self.boundary.split(place.positions), axis=0)
+        return dropout(add_bias(tokens, positions[None]), self.dropout, key, place, self.boundary)
 
     def loss(self, y: jax.Array, labels: jax.Array, chunks: int) -> jax.Array:
         """Summed cross-entropy of [b, s_stream, d] against int32 labels [b, s] (negative: ignored). float32 []."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jax5d.layers.bias import add_bias
 from jax5d.layers.init import normal
 from jax5d.parallel.tensor import Boundary
 
@@ -37,8 +38,7 @@ class Mlp(nnx.Module):
     def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, Any], dict[str, Any]]:
         """Residual stream [b, s_stream, d] -> the same, no losses, no statistics."""
         x = self.boundary.enter(x)
-        hidden = (
-            jnp.einsum("bsd,df->bsf", x, self.w_in[...].astype(x.dtype)) + self.b_in[...].astype(x.dtype)[None, None]
-        )
+        hidden = jnp.einsum("bsd,df->bsf", x, self.w_in[...].astype(x.dtype))
+        hidden = add_bias(hidden, self.b_in[...][None, None])
         y = self.boundary.leave(gelu_times(hidden, self.w_out[...].astype(x.dtype), "bsf,fd->bsd"))
-        return y + self.b_out[...].astype(y.dtype)[None, None], {}, {}
+        return add_bias(y, self.b_out[...][None, None]), {}, {}

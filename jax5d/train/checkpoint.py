@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from jax5d.config import (
     TrainConfig,
 )
 from jax5d.costs.parameters import leaves
+from jax5d.mesh import make_mesh
 from jax5d.train.step import Trainer, TrainState
 
 Tree = Any
@@ -155,8 +156,10 @@ def check_resume(folder: Path, config: RunConfig, record: dict[str, Any]) -> int
     return step
 
 
-def from_checkpoint(folder: Path, mesh: MeshConfig) -> tuple[Trainer, TrainState]:
-    """The newest state in a run's checkpoint folder, on any mesh, without being told its configuration.
+def from_checkpoint(
+    folder: Path, mesh: MeshConfig, *, devices: Sequence[Any] | None = None
+) -> tuple[Trainer, TrainState]:
+    """The newest state in a run's checkpoint folder, on any mesh (default: all devices), without being told its configuration.
 
     Raises:
         ConfigError: there is no checkpoint, or the mesh does not fit the model or the devices.
@@ -166,7 +169,7 @@ def from_checkpoint(folder: Path, mesh: MeshConfig) -> tuple[Trainer, TrainState
         raise ConfigError(f"{folder} holds no checkpoint; give the checkpoints folder of a run")
     about = read_about(folder, step)
     config = dataclasses.replace(config_from(about["config"]), mesh=mesh)
-    trainer = Trainer.create(config)
+    trainer = Trainer.create(config, mesh=make_mesh(mesh, devices))
     with Checkpoints(folder, trainer, about["data"]) as checkpoints:
         return trainer, checkpoints.restore(step)
 

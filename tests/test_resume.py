@@ -1,0 +1,113 @@
+"""A run that was killed goes on as if it had not been; on another mesh it goes on too."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import numpy as np
+import pytest
+import runs
+import tiny
+
+from jax5d.config import ConfigError
+from jax5d.train.metrics import read_metrics
+
+TWELVE = {"steps": 12, "checkpoint_every": 1, "microbatches": 4}
+MESH = {"pp": 2, "dp": 2, "tp": 2}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of 12 steps over 40 sequences: it crosses two epochs."""
+    folder = tmp_path_factory.mktemp("whole")
+    file = runs.token_file(folder)
+    run, trainer, data = runs.train(runs.config(MESH, **TWELVE), file, folder / "run")
+    assert len(data.train) == runs.SEQUENCES
+    return run, trainer, file, folder / "run"
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_same_mesh_is_bitwise(whole, step, tmp_path):
+    """B38 B39 B40: data, learning rate, dropout and optimizer go on, to the bit, from any step; compiled once (B55)."""
+    run, trainer, file, folder = whole
+    again, _, _ = runs.train(trainer.config, file, runs.killed_after(folder, step, tmp_path / "run"), trainer)
+    assert runs.losses(again) == runs.losses(run)
+    assert [r["learning_rate"] for r in again.records] == [r["learning_rate"] for r in run.records]
+    assert [r["step"] for r in read_metrics(tmp_path / "run")] == [*range(1, 13)]
+    chex.assert_trees_all_equal(jax.device_get(again.state), jax.device_get(run.state))
+    assert trainer.step._cache_size() == 1
+
+
+@pytest.mark.parametrize("mesh", [{}, {"tp": 4}, {"pp": 4, "dp": 2}], ids=tiny.name)
+def test_other_mesh(whole, mesh, tmp_path):
+    """B46: onto one device, four, eight otherwise laid out: losses within 1e-5, leaves with the new mesh's shardings."""
+    run, _, file, folder = whole
+    options = TWELVE | {"steps": 6}
+    copy = runs.killed_after(folder, 3, tmp_path / "run")
+    again, trainer, _ = runs.train(runs.config(mesh, **options | {"steps": 12}), file, copy)
+    np.testing.assert_allclose(runs.losses(again), runs.losses(run), atol=1e-5)
+    for leaf, sharding in zip(jax.tree.leaves(again.state), jax.tree.leaves(trainer.shardings), strict=True):
+        assert leaf.sharding == sharding
+    assert type(again.state.opt_state) is type(run.state.opt_state)
+    assert jax.tree.structure(again.state) == jax.tree.structure(run.state)
+
+
+def test_moe_with_dropout(tmp_path):
+    """B40: the MoE on dp2 ep4, 3 + 3 steps, bitwise those of 6."""
+    file = runs.token_file(tmp_path)
+    run = runs.config({"dp": 2, "ep": 4}, moe=True, layers=2)
+    first, trainer, _ = runs.train(run, file, tmp_path / "a")
+    again, _, _ = runs.train(run, file, runs.killed_after(tmp_path / "a", 3, tmp_path / "b"), trainer)
+    assert runs.losses(again) == runs.losses(first)
+    chex.assert_trees_all_equal(jax.device_get(again.state), jax.device_get(first.state))
+
+
+def test_more_steps_says_so(whole, tmp_path, capsys):
+    """B39: another end moves the learning rate's decay; both numbers are named. Fewer steps than done are refused."""
+    from rich.console import Console
+
+    from jax5d.train.loop import fit, open_data
+
+    run, trainer, file, folder = whole
+    copy = runs.killed_after(folder, 11, tmp_path / "run")
+    longer = runs.trainer(runs.config(MESH, **TWELVE | {"steps": 13}))
+    result = fit(longer, open_data(longer.config, file), copy, Console())
+    said = capsys.readouterr().out
+    assert "12" in said
+    assert "13" in said
+    assert len(result.records) == 13
+    assert runs.losses(result)[:11] == runs.losses(run)[:11]
+    shorter = runs.config(MESH, **TWELVE | {"steps": 5})
+    with pytest.raises(ConfigError, match=r"step 13.*train\.steps=5"):
+        runs.train(shorter, file, copy)
+
+
+def test_evaluation_leaves_training_alone(tmp_path):
+    """B31: losses with evaluation never, after each and after every third step are bitwise equal."""
+    file = runs.token_file(tmp_path)
+    found = {}
+    for every in (0, 1, 3):
+        run = runs.config({"dp": 2}, layers=2, eval_every=every, dropout=0.2)
+        result, trainer, _ = runs.train(run, file, tmp_path / str(every))
+        found[every] = runs.losses(result)
+        validated = [r["step"] for r in result.records if "validation_loss" in r]
+        assert validated == [n for n in range(1, 7) if n == 6 or (every and n % every == 0)]
+        assert trainer.step._cache_size() == 1
+    assert found[0] == found[1] == found[3]
+
+
+def test_data_that_ends(tmp_path):
+    """B64: 40 sequences are 5 steps of 8. Repeated, 20 steps take 4 epochs; not repeated, 6 steps are refused."""
+    from dataclasses import replace
+
+    from jax5d.config import DataConfig
+    from jax5d.train.loop import open_data
+
+    file = runs.token_file(tmp_path)
+    run = runs.config(steps=20)
+    batches = open_data(run, file).batches
+    assert [batches.epoch(step) for step in range(20)] == [0] * 5 + [1] * 5 + [2] * 5 + [3] * 5
+    once = replace(run, data=DataConfig(repeat=False))
+    with pytest.raises(ConfigError, match=r"train\.steps=20.*40.*5 steps"):
+        open_data(once, file)
+    assert open_data(replace(once, train=replace(once.train, steps=5)), file).batches.steps_available == 5
