@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,6 +162,19 @@ def test_a_save_that_fails_is_an_error(tmp_path):
     with pytest.raises((SaveError, OSError)), Checkpoints(tmp_path / "file" / "c", trainer, RECORD) as checkpoints:
         checkpoints.save(1, trainer.init())
         checkpoints.finish()
+
+
+def test_no_room(tmp_path, monkeypatch):
+    """A disk without room is found out before anything is written, with both numbers."""
+    trainer = runs.trainer(runs.config(layers=1))
+    state = trainer.init()
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    with Checkpoints(tmp_path / "c", trainer, RECORD) as checkpoints:
+        usage = shutil.disk_usage(tmp_path)._replace(free=needed - 1)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+        with pytest.raises(SaveError, match=rf"{needed} bytes needed, {needed - 1} free"):
+            checkpoints.save(1, state)
+    assert not list((tmp_path / "c").iterdir())
 
 
 def test_newest_are_kept(tmp_path):

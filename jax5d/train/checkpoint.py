@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ class Checkpoints:
     def __init__(self, folder: Path, trainer: Trainer, record: dict[str, Any]):
         self.folder, self.trainer = folder.absolute(), trainer
         self.about = {"config": dataclasses.asdict(trainer.config), "data": record}
-        logging.getLogger("absl").setLevel(logging.ERROR)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         keep = trainer.config.train.keep
         self._manager = ocp.CheckpointManager(
             self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
@@ -71,6 +72,9 @@ class Checkpoints:
 
         Raises `SaveError`, also for what an earlier write in the background ran into.
         """
+        needed, free = sum(x.nbytes for x in jax.tree.leaves(state)), shutil.disk_usage(self.folder).free
+        if free < needed:  # a write that stops half-way would only say so later, and less clearly
+            raise SaveError(f"no checkpoint could be written to {self.folder}: {needed} bytes needed, {free} free")
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(_tree(state)), about=ocp.args.JsonSave(self.about))
         with self._naming_failure():
             self._manager.save(step, args=items)
