@@ -99,7 +99,7 @@ def test_layers_and_sites_have_masks_of_their_own() -> None:
 
 
 def test_attention_weights_have_masks_of_their_own() -> None:
-    """B28: with uniform attention over values 1, an output is the number of weights kept: one for each layer and head.
+    """B28: uniform attention over values 1 puts out the number of weights kept, another in each layer and head.
 
     Layer l's head n writes dim 4 l + n, so that later layers do not cover earlier ones.
     """

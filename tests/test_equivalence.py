@@ -1,7 +1,7 @@
 """The property that everything rests on: on any mesh, with any options, training is that of one device.
 
-One registry of meshes; both models run all of it. Options vary along the registry instead of in a full product, each
-with every model on several meshes:
+One registry of meshes; both models run all of it. Options vary along the registry instead of in a full product,
+each with every model on several meshes:
 
     sequence parallelism   tp2, pp2tp2, dp2tp2, ep2tp2, cp2tp2, all five      without: tp4, pp2cp2tp2, all five
     afab                   ep2, pp4, pp2ep2, pp2cp2tp2, all five              1f1b: the others

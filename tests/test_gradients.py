@@ -41,7 +41,7 @@ NORM_MESHES = [{}, {"dp": 8}, {"tp": 4}, {"pp": 4}, {"pp": 2, "dp": 2, "tp": 2}]
 
 @pytest.mark.parametrize("mesh", NORM_MESHES, ids=name)
 def test_norm_and_clipping(mesh: dict[str, int]) -> None:
-    """B01 (a), (c): the logged norm is the raw gradient's on one device, and clipping to half of it halves the update."""
+    """B01 (a), (c): the logged norm is one device's raw gradient's; clipping to half of it halves the update."""
     run = config(mesh)
     _, grads = plain(run, weights(run.model), batch(run))
     norm = float(optax.tree.norm(grads))
@@ -84,7 +84,7 @@ def per_device(loss: Any, check_vma: bool) -> Any:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_one_convention_with_and_without_checking(check_vma: bool) -> None:
-    """B03 (a), (b): a copy's gradient is local and `reduce` sums it, whether or not shard_map checks replication."""
+    """B03 (a), (b): a copy's gradient is local and `reduce` sums it, with and without shard_map's check."""
     dot = lambda p, x: jnp.sum(x @ p["w"])  # noqa: E731
     samples = jnp.array([[0.0, 1.0], [1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
     total, own = per_device(dot, check_vma)({"w": jnp.array([1.0, 2.0])}, samples)
@@ -136,7 +136,7 @@ def test_experts_and_router(mesh: dict[str, int], sequence: bool) -> None:
 
 
 def test_expert_gradient_ratio_is_one() -> None:
-    """B07: on ep 4 the gradient of each expert weight is 1.000 times that of one device, in the least squares sense."""
+    """B07: on ep 4 each gradient is 1.000 times that of one device, in the least squares sense."""
     run = config({"ep": 4}, moe=True)
     _, want = plain(run, weights(run.model), batch(run))
     state, _ = trainer(run).step(start(run), put(run, batch(run)))
@@ -147,7 +147,7 @@ def test_expert_gradient_ratio_is_one() -> None:
 
 
 def test_sequence_parallel_copies_stay_equal() -> None:
-    """B05: norms and biases under sequence parallelism, after 5 steps on all 8 devices, are bitwise equal copies."""
+    """B05: norms and biases under sequence parallelism are bitwise equal copies after 5 steps on 8 devices."""
     state, _ = check_equivalent(config({"dp": 2, "tp": 4}, sequence=True), steps=5)
     blocks, outer = state.params["blocks"], state.params["outer"]
     copies = [

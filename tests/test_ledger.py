@@ -122,7 +122,7 @@ def test_step_with_capacity_equals_theory() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_one_reduction_for_each_leaf_and_step(microbatches: int) -> None:
-    """dp 2: 16 leaves of 54976 floats together, loss and token count, whatever M; 2 x 1/2 of the bytes on the wire."""
+    """dp 2: 16 leaves, 54976 floats together, loss and token count, whatever M; 2 x 1/2 of it on the wire."""
     payload = 4 * 54976 + 8
     assert of_step(config({"dp": 2}, microbatches=microbatches)) == [
         Collective("psum", ("dp",), 16 + 2, payload, Fraction(payload))

@@ -27,7 +27,7 @@ FIVE = {"pp": 2, "dp": 2, "tp": 2}
 
 
 def rate_by_hand(step: int, *, peak: float, warmup: int, steps: int, final: float) -> float:
-    """Linear to the peak at update `warmup`, then half a cosine wave that ends at `final` of it with the last update."""
+    """Linear to the peak at update `warmup`, then half a cosine wave down to `final` of it at the last update."""
     if step < warmup:
         return peak * (step + 1) / warmup
     angle = math.pi * (step - warmup) / (steps - 1 - warmup)
@@ -156,8 +156,8 @@ def test_reduction_over_ranks_is_float32() -> None:
 
     def body(x: jax.Array) -> jax.Array:
         own = diverge({"w": jnp.float32(1)}, {"w": P()}, ())
-        value = lambda p: jnp.sum(p["w"].astype(jnp.bfloat16) * x.astype(jnp.bfloat16)).astype(jnp.float32)  # noqa: E731
-        grads = jax.grad(value)(own)
+        narrow = x.astype(jnp.bfloat16)
+        grads = jax.grad(lambda p: jnp.sum(p["w"].astype(jnp.bfloat16) * narrow).astype(jnp.float32))(own)
         return reduce(jax.tree.map(lambda g: lax.convert_element_type(g, jnp.float32), grads), {"w": P()}, ())["w"]
 
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P()))

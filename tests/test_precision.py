@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from programs import carried, equations
 from tiny import batch, config, host, put, start, trainer
-
-
-def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Every equation of a program, also of the programs inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for item in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(item, ClosedJaxpr | Jaxpr):
-                    yield from equations(item.jaxpr if isinstance(item, ClosedJaxpr) else item)
 
 
 def test_many_microbatches_equal_one() -> None:
@@ -37,24 +24,20 @@ def test_many_microbatches_equal_one() -> None:
 
 @pytest.mark.parametrize("moe", [False, True], ids=["gpt2", "moe"])
 def test_gradients_are_carried_and_reduced_in_float32(moe: bool) -> None:
-    """B73: in the program of dp 2, pp 2, tp 2 every accumulator of a leaf's shape, and every sum over dp, is float32."""
+    """B73: in the program, every accumulator of a leaf's shape and every sum of gradients over dp is float32."""
     run = config({"pp": 2, "dp": 2, "tp": 2}, moe=moe, dtype="bfloat16", microbatches=2)
     proof = trainer(run)
     data = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch(run).items()}
     program = jax.make_jaxpr(proof.gradients)(jax.eval_shape(proof.init), data)
     shards = jax.tree.map(lambda x, s: s.shard_shape(x.shape), proof.model.shapes, proof.shardings.params)
     shapes = set(jax.tree.leaves(shards, is_leaf=lambda x: isinstance(x, tuple)))
-    carried: dict[Any, set] = {}
-    reduced = set()
-    for eqn in equations(program.jaxpr):
-        if eqn.primitive.name == "scan":
-            first = eqn.params["num_consts"]
-            for x in eqn.invars[first : first + eqn.params["num_carry"]]:
-                carried.setdefault(x.aval.shape, set()).add(x.aval.dtype)
-        if eqn.primitive.name in ("psum", "psum_invariant") and "dp" in eqn.params["axes"]:
-            reduced |= {x.aval.dtype for x in eqn.invars}
-    assert shapes <= set(carried)
-    assert all(carried[shape] == {jnp.dtype(jnp.float32)} for shape in shapes)
+    kinds: dict[tuple[int, ...], set] = {}
+    for x in carried(program.jaxpr):
+        kinds.setdefault(x.shape, set()).add(x.dtype)
+    sums = [e for e in equations(program.jaxpr) if e.primitive.name in ("psum", "psum_invariant")]
+    reduced = {x.aval.dtype for e in sums if "dp" in e.params["axes"] for x in e.invars}
+    assert shapes <= set(kinds)
+    assert all(kinds[shape] == {jnp.dtype(jnp.float32)} for shape in shapes)
     assert reduced == {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
 
 

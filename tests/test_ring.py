@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec as P
+from programs import carried, equations
 from tiny import assert_close, batch, check_equivalent, config, gradients, ids, put, start, trainer, weights
 from tiny import reference_gradients as plain
 
@@ -63,7 +63,7 @@ def random(shape: tuple[int, ...], dtype: Any = jnp.float32) -> list[jax.Array]:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cp", [1, 2, 4, 8])
 def test_values_and_gradients(cp: int, causal: bool, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B22: output, d_q, d_k, d_v as dense attention's, each block's gradient on its owner; also by pieces of blocks."""
+    """B22: output, d_q, d_k, d_v as dense attention's, each block's on its owner; also by pieces of blocks."""
     monkeypatch.setattr(context, "PIECE", piece)
     values = random((2, 32, 4, 8))
     got = jax.jit(ring(cp, causal=causal))(*values)
@@ -87,32 +87,17 @@ def test_bfloat16_error_does_not_grow_with_the_ring() -> None:
         assert all(e <= 2 * one for e, one in zip(errors[cp][1:], errors[1][1:], strict=True)), errors
 
 
-def equations(jaxpr: Jaxpr) -> Any:
-    """Every equation of a program, also of the programs inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for item in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(item, ClosedJaxpr | Jaxpr):
-                    yield from equations(item.jaxpr if isinstance(item, ClosedJaxpr) else item)
-
-
 def test_accumulators_are_float32() -> None:
     """B23: with bfloat16 inputs, loops carry the travelling keys and values in 16 bits and all else in 32."""
     b, s, n, h = 1, 16, 4, 16
     program = jax.make_jaxpr(ring(4))(*random((b, 4 * s, n, h), jnp.bfloat16))
-    found = list(equations(program.jaxpr))
-    carried = []
-    for eqn in found:
-        if eqn.primitive.name == "scan":
-            first = eqn.params["num_consts"]
-            carried += [x.aval for x in eqn.invars[first : first + eqn.params["num_carry"]]]
+    kept = carried(program.jaxpr)
     block = (2, b, s, n, h)
-    narrow = [x.shape for x in carried if x.dtype == jnp.bfloat16]
+    narrow = [x.shape for x in kept if x.dtype == jnp.bfloat16]
     assert set(narrow) == {block}
-    wide = {x.shape for x in carried if x.dtype == jnp.float32}
+    wide = {x.shape for x in kept if x.dtype == jnp.float32}
     assert wide >= {(b, n, s), (b, s, n, h), block}  # maximum and sum, output and d_q, d_k with d_v
-    sent = {eqn.invars[0].aval.dtype for eqn in found if eqn.primitive.name == "ppermute"}
+    sent = {e.invars[0].aval.dtype for e in equations(program.jaxpr) if e.primitive.name == "ppermute"}
     assert sent == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
 
 
@@ -128,7 +113,7 @@ def test_positions_go_on_over_the_ring() -> None:
 
 
 def test_positions_alone_tell_equal_tokens_apart() -> None:
-    """B25: cp 4, one token all along, so only positions differ: the loss at each single position is one device's."""
+    """B25: cp 4, one token all along, so that only positions differ: the loss at each is one device's."""
     run = config({"cp": 4}, global_batch=1)
     proof = trainer(run)
     inputs, targets = np.full((1, 32), 7, np.int32), ids(1)[:, 1:]

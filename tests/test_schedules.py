@@ -30,7 +30,7 @@ class Times:
 
 
 def check_order(table: Table, times: Times, training: bool) -> None:
-    """Each piece of work exactly once, and its input arrives just before it: the next forward pass overwrites it."""
+    """Each piece of work once, and its input arrives just before it: the next forward pass overwrites it."""
     stages, microbatches = range(table.stages), range(table.microbatches)
     every = {(s, m) for s in stages for m in microbatches}
     assert set(times.forward) == every

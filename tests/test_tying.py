@@ -66,7 +66,7 @@ def test_tied_gradient_is_the_sum_of_both_uses(mesh: dict[str, int]) -> None:
 
 
 def test_each_device_holds_its_rows_only() -> None:
-    """B12: with tp 4 a device has 24 of 96 rows, after init and after a step, of the table and all that follows it."""
+    """B12: with tp 4 a device has 24 of 96 rows of the table and its gradient, after init and after a step."""
     run = config({"tp": 4})
     proof = trainer(run)
     state = proof.init()

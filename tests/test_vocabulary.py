@@ -86,7 +86,7 @@ def test_loss_of_known_logits(mesh: dict[str, int], chunks: int) -> None:
 @pytest.mark.parametrize("mesh", [{}, {"tp": 4}, {"pp": 2, "tp": 2}], ids=name)
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_masked_labels_and_padding(mesh: dict[str, int], chunks: int) -> None:
-    """B17, B57: 13 tokens in 4 chunks, labels ignored here and there (also a whole chunk), 11 ids padded to 12 rows."""
+    """B17, B57: 13 tokens in 4 chunks, labels ignored (also a whole chunk's), 11 ids padded to 12 rows."""
     draw = np.random.default_rng(0)
     y, table = draw.normal(size=(13, 5)).astype(np.float32), draw.normal(size=(11, 5)).astype(np.float32)
     labels = draw.integers(0, 11, 13).astype(np.int32)

@@ -29,7 +29,7 @@ IGNORE = -100
 
 
 def config(mesh: dict[str, int] | None = None, *, moe: bool = False, **options: Any) -> RunConfig:
-    """A checked run. `options` are fields of the model, the training, or the parallel layout, by their own names."""
+    """A checked run. `options` are fields of the model, the training or the parallel layout, by their names."""
     model = {
         "name": "gpt2-tiny",
         "vocab": VOCAB,
