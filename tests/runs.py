@@ -61,7 +61,11 @@ def train(run: RunConfig, file: TokenFile, folder: Path, built: Trainer | None =
     folder.mkdir(exist_ok=True)
     built = built or trainer(run)
     data = open_data(run, file)
-    return fit(replace(built, config=run) if built.config != run else built, data, folder, Console(quiet=True)), built, data
+    return (
+        fit(replace(built, config=run) if built.config != run else built, data, folder, Console(quiet=True)),
+        built,
+        data,
+    )
 
 
 def killed_after(whole: Path, step: int, folder: Path) -> Path:

@@ -105,9 +105,7 @@ def test_byte_ids():
 
 
 def test_bpe_learns_and_size_includes_the_end_of_text():
-    tokenizer = K.make_tokenizer(
-        "bpe:258", ["ab ab ab ab xy"]
-    )  # Room for one merge, and "ab" is the commonest pair.
+    tokenizer = K.make_tokenizer("bpe:258", ["ab ab ab ab xy"])  # Room for one merge, and "ab" is the commonest pair.
     assert tokenizer.vocab_size == 258
     assert len(tokenizer.encode("abab")) == 2
     assert len(tokenizer.encode("xy")) == 2
@@ -258,9 +256,7 @@ def test_hub(monkeypatch):
 # Token files
 
 
-@pytest.mark.parametrize(
-    ("vocab", "dtype"), [(257, "uint16"), (65536, "uint16"), (65537, "uint32"), (70000, "uint32")]
-)
+@pytest.mark.parametrize(("vocab", "dtype"), [(257, "uint16"), (65536, "uint16"), (65537, "uint32"), (70000, "uint32")])
 def test_dtype_holds_every_id(tmp_path, vocab, dtype):
     """B62: the round trip is exact and the file carries its dtype; a plain safetensors reader agrees."""
     ids = [0, 255, vocab - 1] + [65535, 65536, 69999] * (vocab == 70000)
@@ -431,9 +427,7 @@ def test_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
 # Windows
 
 
-@pytest.mark.parametrize(
-    ("count", "seq", "expected"), [(33, 32, 1), (64, 32, 1), (65, 32, 2), (9, 4, 2), (2, 1, 1)]
-)
+@pytest.mark.parametrize(("count", "seq", "expected"), [(33, 32, 1), (64, 32, 1), (65, 32, 2), (9, 4, 2), (2, 1, 1)])
 def test_window_count(tmp_path, count, seq, expected):
     """B65: 33 tokens are one window of 32."""
     file = token_file(tmp_path / "a.tokens", np.arange(count) % 200, validation=0)
@@ -588,13 +582,9 @@ def test_two_hosts_read_half_each(tmp_path, monkeypatch):
         blocks = {((0, 4), (low, high), part) for part in ((0, 2), (2, 4))}
         for (_, (first, last), (start, stop)), block in B._read(batches.windows, batches.grid(2), blocks).items():
             seen[:, first:last, start:stop] = block["inputs"]
-        assert sorted({window for window, _, _ in reads}) == sorted(
-            batches.grid(2)[:, low:high].reshape(-1).tolist()
-        )
+        assert sorted({window for window, _, _ in reads}) == sorted(batches.grid(2)[:, low:high].reshape(-1).tolist())
         assert max(Counter(reads).values()) == 1
-        assert (
-            sum(stop - start for _, start, stop in reads) == 8 * 2 * 3
-        )  # 8 rows, 2 parts of 2 tokens and the next.
+        assert sum(stop - start for _, start, stop in reads) == 8 * 2 * 3  # 8 rows, 2 parts of 2 tokens and the next.
     assert np.array_equal(seen.reshape(16, 4), whole_batch["inputs"])
 
     reads.clear()

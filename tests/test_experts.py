@@ -115,9 +115,7 @@ def test_counts_are_exact_in_bfloat16(dp: int) -> None:
     Token 0 is a pattern of signs and token 1 its negative, attention and positions are 0, so the norm gives the
     pattern back and logits are +-32 x 0.02 for the two experts, 0 for the others.
     """
-    run = config(
-        {"dp": dp}, moe=True, dtype="bfloat16", layers=1, top_k=1, context=128, seq_len=128, global_batch=4
-    )
+    run = config({"dp": dp}, moe=True, dtype="bfloat16", layers=1, top_k=1, context=128, seq_len=128, global_batch=4)
     params = jax.tree.map(np.array, initial(run.model))
     pattern = np.where(np.arange(32) % 2, 1, -1).astype(np.float32)
     params["outer"]["wte"][:2] = pattern, -pattern

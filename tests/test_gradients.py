@@ -57,9 +57,7 @@ def test_norm_counts_each_parameter_once(mesh: dict[str, int]) -> None:
     """B01 (b): the norm of ones is the root of the number of parameters, the tied table counted once."""
     proof = trainer(config(mesh))
     specs = proof.specs.params
-    ones = jax.device_put(
-        jax.tree.map(lambda x: np.ones(x.shape, x.dtype), proof.model.shapes), proof.shardings.params
-    )
+    ones = jax.device_put(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), proof.model.shapes), proof.shardings.params)
     norm = jax.shard_map(partial(global_norm, specs=specs), mesh=proof.mesh, in_specs=(specs,), out_specs=P())
     assert float(jax.jit(norm)(ones)) == np.float32(math.sqrt(54976))
 
@@ -76,9 +74,7 @@ def per_device(loss: Any, check_vma: bool) -> Any:
     mesh = make_mesh(MeshConfig(dp=2), jax.devices()[:2])
     every = P(("pp", "dp", "ep", "cp"))
     return jax.jit(
-        jax.shard_map(
-            body, mesh=mesh, in_specs=(spec, P("dp")), out_specs=(spec, {"w": every}), check_vma=check_vma
-        )
+        jax.shard_map(body, mesh=mesh, in_specs=(spec, P("dp")), out_specs=(spec, {"w": every}), check_vma=check_vma)
     )
 
 
@@ -123,9 +119,7 @@ EXPERT_MESHES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "sequence"), EXPERT_MESHES, ids=lambda x: name(x) if isinstance(x, dict) else str(x)
-)
+@pytest.mark.parametrize(("mesh", "sequence"), EXPERT_MESHES, ids=lambda x: name(x) if isinstance(x, dict) else str(x))
 def test_experts_and_router(mesh: dict[str, int], sequence: bool) -> None:
     """B06, B07: expert gradients have no factor of ep, and router copies stay equal through 3 steps."""
     run = config(mesh, moe=True, sequence=sequence)

@@ -19,8 +19,7 @@ def digests(tree: dict) -> dict[str, str]:
     """SHA-256 of the bytes of each leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
-        jax.tree_util.keystr(path): hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
-        for path, x in leaves
+        jax.tree_util.keystr(path): hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest() for path, x in leaves
     }
 
 
@@ -42,9 +41,7 @@ def test_other_seed_other_weights(moe: bool) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(first):
         last = path[-1].key
         other = jax.tree_util.tree_leaves_with_path(second)
-        same = np.array_equal(
-            leaf, dict((jax.tree_util.keystr(p), x) for p, x in other)[jax.tree_util.keystr(path)]
-        )
+        same = np.array_equal(leaf, dict((jax.tree_util.keystr(p), x) for p, x in other)[jax.tree_util.keystr(path)])
         constant = last in ("scale", "bias") or last.startswith("b_")
         assert same == constant
         if constant:

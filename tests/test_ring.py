@@ -54,9 +54,7 @@ def dense(q: Any, k: Any, v: Any, d_out: Any, *, causal: bool = True) -> Any:
 
 
 def random(shape: tuple[int, ...], dtype: Any = jnp.float32) -> list[jax.Array]:
-    return [
-        jax.random.normal(key, shape, jnp.float32).astype(dtype) for key in jax.random.split(jax.random.key(0), 4)
-    ]
+    return [jax.random.normal(key, shape, jnp.float32).astype(dtype) for key in jax.random.split(jax.random.key(0), 4)]
 
 
 @pytest.mark.parametrize("piece", [512, 2])

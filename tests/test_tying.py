@@ -76,8 +76,6 @@ def test_each_device_holds_its_rows_only() -> None:
             assert [shard.data.shape for shard in table.addressable_shards] == [(24, 32)] * 4
             first = sorted(shard.index[0].start or 0 for shard in table.addressable_shards)
             assert first == [0, 24, 48, 72]
-        whole = [
-            x for x in jax.tree.leaves(state) for shard in x.addressable_shards if shard.data.shape == (96, 32)
-        ]
+        whole = [x for x in jax.tree.leaves(state) for shard in x.addressable_shards if shard.data.shape == (96, 32)]
         assert not whole
         state, _ = proof.step(state, put(run, batch(run)))

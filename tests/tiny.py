@@ -86,9 +86,7 @@ def masked(labels: np.ndarray, lengths: list[int]) -> np.ndarray:
     return np.where(np.arange(labels.shape[1])[None] < np.array(lengths)[:, None], labels, IGNORE).astype(np.int32)
 
 
-def batch(
-    run: RunConfig, inputs: np.ndarray | None = None, labels: np.ndarray | None = None
-) -> dict[str, np.ndarray]:
+def batch(run: RunConfig, inputs: np.ndarray | None = None, labels: np.ndarray | None = None) -> dict[str, np.ndarray]:
     """Arrays int32 [M, rows/M, s]; microbatch m has the rows from m rows/M on. Default: `ids`."""
     tokens = ids(run.train.global_batch, run.train.seq_len)
     inputs = tokens[:, :-1] if inputs is None else inputs
