@@ -1,8 +1,8 @@
 """GPT-2 for the automatic partitioner: one global program, and sharding annotations where they help.
 
 The same mathematics as `jax5d.models` without a word about collectives: parameters and batch carry NamedShardings,
-activations are constrained where a choice exists, and XLA (GSPMD, arXiv:2105.04663; Shardy where JAX uses it) splits
-the program and adds the communication. Megatron's layout over tp, the batch over dp, the state donated.
+activations are constrained where a choice exists, and XLA (GSPMD, arXiv:2105.04663; Shardy where JAX uses it)
+splits the program and adds the communication. Megatron's layout over tp, the batch over dp, the state donated.
 
 Shapes: b batch, s sequence, d d_model, n heads, h head dim, f d_ff, v vocabulary; all of them global.
 """
@@ -31,7 +31,9 @@ BATCH_SPEC = P("dp", None)
 """Spec of a batch's arrays [rows, sequence]."""
 
 
-def make_step(mesh: Mesh, optimizer: optax.GradientTransformation, shardings: tuple, *, clip: float, remat: str) -> Step:
+def make_step(
+    mesh: Mesh, optimizer: optax.GradientTransformation, shardings: tuple, *, clip: float, remat: str
+) -> Step:
     """Jitted (params, opt_state, batch) -> (params, opt_state, loss), the old state donated.
 
     Args:

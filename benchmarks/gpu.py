@@ -2,15 +2,17 @@
 
     python benchmarks/gpu.py [--out FILE] [--cpu-smoke]
 
-1. The tiny model's loss over a few steps, on the GPU against this machine's CPU: float32, and bfloat16 with cuDNN's attention.
-2. Step time, tokens a second and MFU of gpt2 and gpt2-medium: bfloat16, 1024 tokens, no recomputation, AdamW, clipping.
+1. The tiny model's loss over a few steps, on the GPU against this machine's CPU: float32, and bfloat16 with cuDNN's
+   attention.
+2. Step time, tokens a second and MFU of gpt2 and gpt2-medium: bfloat16, 1024 tokens, no recomputation, AdamW.
 3. The same models in PyTorch (torch.compile, scaled_dot_product_attention, bf16 autocast, fused AdamW), where torch
    finds the GPU.
 
-MFU counts 6 N + 12 L h s FLOPs a token: N all parameters, embeddings too, and attention in full, not half for causality.
-Each part is a process of its own (`benchmarks/gpu_parts.py`), so that no allocator holds another's memory; none begins
-after 200 seconds and none outlives 230. A table comes out, and one line of JSON. Exit status 0, 1 where the losses differ
-or a part failed, 2 without a GPU. `--cpu-smoke` runs the whole flow on the CPU with the tiny model, to try the script.
+MFU counts 6 N + 12 L h s FLOPs a token: N all parameters, embeddings too, and attention in full, not half of it for
+causality. Each part is a process of its own (`benchmarks/gpu_parts.py`), so that no allocator holds another's
+memory; none begins after 200 seconds and none outlives 230. A table comes out, and one line of JSON. Exit status 0,
+1 where the losses differ or a part failed, 2 without a GPU. `--cpu-smoke` runs the whole flow on the CPU with the
+tiny model, to try the script.
 """
 
 from __future__ import annotations
@@ -58,12 +60,19 @@ class Runner:
         used = time.monotonic() - self.start
         label = " ".join((name, *args))
         if used > BEGIN_SECONDS:
-            return self._keep({"part": label, "skipped": f"{used:.0f} s used; nothing begins after {BEGIN_SECONDS:.0f}"})
+            return self._keep(
+                {"part": label, "skipped": f"{used:.0f} s used; nothing begins after {BEGIN_SECONDS:.0f}"}
+            )
         print(f"[{used:5.0f} s] {label}", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "benchmarks.gpu_parts", name, *args, *(["--cpu"] if self.smoke else [])]
         try:
             done = subprocess.run(
-                command, cwd=ROOT, env=self._environment(), capture_output=True, text=True, timeout=END_SECONDS - used
+                command,
+                cwd=ROOT,
+                env=self._environment(),
+                capture_output=True,
+                text=True,
+                timeout=END_SECONDS - used,
             )
         except subprocess.TimeoutExpired:
             return self._keep({"part": label, "skipped": f"stopped at {END_SECONDS:.0f} s"})
@@ -141,7 +150,7 @@ def _loss_line(loss: Part) -> str:
 
 def main() -> int:
     """The command line; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON line to FILE")
     parser.add_argument("--cpu-smoke", action="store_true", help="run the whole flow on the CPU with the tiny model")
     options = parser.parse_args()

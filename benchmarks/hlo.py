@@ -1,8 +1,8 @@
 """Collectives of a compiled program, counted from its HLO text.
 
-`jax5d.measure.ledger` reads a jaxpr, where a partitioned program has no collectives yet; after compilation every
-program has, so two of them can be counted by one rule. Loops count as often as the compiler knows that they run, and
-groups of one device are left out, as they move nothing.
+`jax5d.measure.ledger` reads a jaxpr, where a program for the automatic partitioner has no collectives yet; after
+compilation every program has, so two of them can be counted by one rule. Loops count as often as the compiler knows
+that they run, and groups of one device are left out, as they move nothing.
 
 HLO is printed one instruction a line, `%name = type opcode(operands), attribute=value, ...`, computation after
 computation.
@@ -27,7 +27,19 @@ OPS = {
 }
 """Opcodes of HLO to the field's names, as `wire_bytes` knows them."""
 
-WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+WIDTHS = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+}
 """Bytes of an element."""
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
@@ -86,10 +98,10 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 def _walk(bodies: dict[str, list[str]], name: str, times: int) -> Iterator[Moved]:
     for line in bodies[name]:
-        opcode = _opcode(line)
+        kind, opcode = _split(line)
         base = opcode.removesuffix("-start")
         if base in OPS:
-            yield from _moved(line, base, started=opcode != base, times=times)
+            yield from _moved(line, kind, base, started=opcode != base, times=times)
             continue
         trips = _TRIPS.search(line) if opcode == "while" else None
         called = [list(_walk(bodies, body, times * int(trips.group(1)) if trips else times)) for body in _called(line)]
@@ -98,10 +110,10 @@ def _walk(bodies: dict[str, list[str]], name: str, times: int) -> Iterator[Moved
         yield from called[0] if opcode == "conditional" and called else (m for inner in called for m in inner)
 
 
-def _opcode(line: str) -> str:
-    """The first word directly before an opening parenthesis; a tuple type's parenthesis has none before it."""
+def _split(line: str) -> tuple[str, str]:
+    """Type and opcode: the first word directly before an opening parenthesis; a tuple type's has none before it."""
     match = _OPCODE.search(line)
-    return match.group(1) if match else ""
+    return (line[: match.start()], match.group(1)) if match else (line, "")
 
 
 def _called(line: str) -> list[str]:
@@ -109,8 +121,7 @@ def _called(line: str) -> list[str]:
     return _CALLED.findall(line) + branches
 
 
-def _moved(line: str, opcode: str, *, started: bool, times: int) -> Iterator[Moved]:
-    kind = line[: _OPCODE.search(line).start()]
+def _moved(line: str, kind: str, opcode: str, *, started: bool, times: int) -> Iterator[Moved]:
     arrays = [_bytes(*found) for found in _ARRAY.findall(kind)]
     if started and len(arrays) > 1 and opcode != "all-reduce":  # (operands, results): keep the results
         arrays = arrays[len(arrays) // 2 :]
@@ -141,7 +152,7 @@ def _group(line: str, op: str) -> tuple[int, int | None]:
 
 
 def _mesh_group(mesh: str, axes: str) -> int:
-    """Devices of a group written as axes of a mesh: `'x'=4,'y'=2` and `'x','y':(1)2`, the latter a part of an axis."""
+    """Devices of a group that names axes of a mesh: `'x'=4,'y'=2` and `'x','y':(1)2`, the latter a part of y."""
     sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh))
     parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", axes)
     return math.prod(int(part or sizes[name]) for name, part in parts)

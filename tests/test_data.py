@@ -11,6 +11,7 @@ import threading
 import time
 import types
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -639,7 +640,7 @@ def test_evaluation_takes_each_window_once(tmp_path, limit, expected):
 
 def brute_force(tokens) -> tuple[float, float]:
     """H(x_t) and H(x_t | x_{t-1}) from their definitions."""
-    n, ones, pairs = len(tokens), Counter(tokens), Counter(zip(tokens, tokens[1:], strict=False))
+    n, ones, pairs = len(tokens), Counter(tokens), Counter(pairwise(tokens))
     first = Counter(tokens[:-1])
     unigram = -sum(c / n * math.log(c / n) for c in ones.values())
     bigram = -sum(c / (n - 1) * math.log(c / first[pair[0]]) for pair, c in pairs.items())

@@ -163,7 +163,9 @@ def check_resume(folder: Path, config: RunConfig, record: dict[str, Any]) -> int
 def from_checkpoint(
     folder: Path, mesh: MeshConfig, *, devices: Sequence[Any] | None = None
 ) -> tuple[Trainer, TrainState]:
-    """The newest state in a run's checkpoint folder, on any mesh (default: all devices), without being told its configuration.
+    """The newest state in a run's checkpoint folder, on any mesh and devices (default: all).
+
+    The checkpoint knows its configuration.
 
     Raises:
         ConfigError: there is no checkpoint, or the mesh does not fit the model or the devices.
