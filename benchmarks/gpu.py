@@ -152,7 +152,7 @@ def main() -> int:
     """The command line; the exit status."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON line to FILE")
-    parser.add_argument("--cpu-smoke", action="store_true", help="run the whole flow on the CPU with the tiny model")
+    parser.add_argument("--cpu-smoke", action="store_true", help="run it all on the CPU with the tiny model")
     options = parser.parse_args()
     runner = Runner(options.cpu_smoke)
     found = runner.run("probe")

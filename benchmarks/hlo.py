@@ -104,7 +104,8 @@ def _walk(bodies: dict[str, list[str]], name: str, times: int) -> Iterator[Moved
             yield from _moved(line, kind, base, started=opcode != base, times=times)
             continue
         trips = _TRIPS.search(line) if opcode == "while" else None
-        called = [list(_walk(bodies, body, times * int(trips.group(1)) if trips else times)) for body in _called(line)]
+        repeat = times * int(trips.group(1)) if trips else times
+        called = [list(_walk(bodies, body, repeat)) for body in _called(line)]
         if opcode == "while" and trips is None and any(called):
             raise NotImplementedError(f"a collective in a loop of unknown length: {line[:200]}")
         yield from called[0] if opcode == "conditional" and called else (m for inner in called for m in inner)

@@ -1,8 +1,8 @@
 """GPT-2 and its training step in PyTorch, as a careful user would write them for one GPU.
 
-The same model, batch and optimizer as `jax5d`: tied head, tanh GELU, biases, AdamW with b2 0.95 and decay on
-matrices, clipping at 1. Compiled whole, flash attention through scaled_dot_product_attention, bfloat16 autocast over
-float32 parameters, fused AdamW.
+The same model, batch size and optimizer as `jax5d`: tied head, tanh GELU, biases, AdamW with b2 0.95 and decay on
+matrices, clipping at 1. Compiled whole, flash attention through scaled_dot_product_attention, bfloat16 autocast
+over float32 parameters, fused AdamW. The learning rate is constant, so losses are not for comparison.
 """
 
 # pyright: reportMissingImports=false

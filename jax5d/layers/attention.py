@@ -14,9 +14,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jax5d.layers.bias import add_bias
 from jax5d.layers.dropout import Place
 from jax5d.layers.init import normal
+from jax5d.layers.linear import add_bias, times
 from jax5d.parallel.context import Draw, ring_attention
 from jax5d.parallel.tensor import Boundary
 
@@ -63,10 +63,10 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, place: Place, key: jax.Array) -> jax.Array:
         """Residual stream [b, s_stream, d] -> [b, s_stream, d]; `key` uint32 [2] draws dropout on the weights."""
         x = self.boundary.enter(x)
-        qkv = jnp.einsum("bsd,dcnh->cbsnh", x, self.w_qkv[...].astype(x.dtype))
+        qkv = times(x, self.w_qkv[...], "bsd,dcnh->cbsnh")
         q, k, v = add_bias(qkv, jnp.expand_dims(self.b_qkv[...], (1, 2)))
         y = self.attend(q, k, v, Draw(key, self._query_ids(q, place)), rate=self.dropout)
-        y = self.boundary.leave(jnp.einsum("bsnh,nhd->bsd", y, self.w_out[...].astype(x.dtype)))
+        y = self.boundary.leave(times(y, self.w_out[...], "bsnh,nhd->bsd"))
         y = checkpoint_name(y, SAVED)
         return add_bias(y, self.b_out[...][None, None])
 

@@ -11,9 +11,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax5d.layers.bias import add_bias
 from jax5d.layers.dropout import Place, dropout
 from jax5d.layers.init import normal
+from jax5d.layers.linear import add_bias
 from jax5d.layers.norm import LayerNorm
 from jax5d.parallel.data import varying
 from jax5d.parallel.tensor import VOCAB_AXES, Boundary, cross_entropy, embed_tokens, vocab_start

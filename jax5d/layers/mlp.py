@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,19 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jax5d.layers.bias import add_bias
 from jax5d.layers.init import normal
+from jax5d.layers.linear import add_bias, gelu_times, times
 from jax5d.parallel.tensor import Boundary
-
-
-@partial(jax.checkpoint, prevent_cse=False, static_argnums=(2,))
-def gelu_times(hidden: jax.Array, weight: jax.Array, product: str) -> jax.Array:
-    """einsum(product, gelu(hidden), weight) with tanh GELU.
-
-    Keeps `hidden` alone for the backward pass, where autodiff would keep six arrays of its size; the product itself is
-    not computed again.
-    """
-    return jnp.einsum(product, jax.nn.gelu(hidden, approximate=True), weight)
 
 
 class Mlp(nnx.Module):
@@ -38,7 +27,7 @@ class Mlp(nnx.Module):
     def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, Any], dict[str, Any]]:
         """Residual stream [b, s_stream, d] -> the same, no losses, no statistics."""
         x = self.boundary.enter(x)
-        hidden = jnp.einsum("bsd,df->bsf", x, self.w_in[...].astype(x.dtype))
+        hidden = times(x, self.w_in[...], "bsd,df->bsf")
         hidden = add_bias(hidden, self.b_in[...][None, None])
-        y = self.boundary.leave(gelu_times(hidden, self.w_out[...].astype(x.dtype), "bsf,fd->bsd"))
+        y = self.boundary.leave(gelu_times(hidden, self.w_out[...], "bsf,fd->bsd"))
         return add_bias(y, self.b_out[...][None, None]), {}, {}

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax5d.layers.init import normal
-from jax5d.layers.mlp import gelu_times
+from jax5d.layers.linear import gelu_times, times
 from jax5d.parallel.expert import Route, assign, balance, capacity, choose, combine, dispatch
 from jax5d.parallel.tensor import Boundary
 
@@ -68,14 +68,8 @@ class Moe(nnx.Module):
         experts = self.router.shape[1]
         size = capacity(t, experts, self.top_k, self.factor)
         slots = assign(route.experts, experts)
-        hidden = jnp.einsum(
-            "gecd,edf->gecf", dispatch(x, route.experts, slots, experts, size), self._cast(self.w_in, x)
-        )
-        y = gelu_times(hidden, self._cast(self.w_out, x), "gecf,efd->gecd")
+        filled = dispatch(x, route.experts, slots, experts, size)
+        y = gelu_times(times(filled, self.w_in[...], "gecd,edf->gecf"), self.w_out[...], "gecf,efd->gecd")
         dropped = jnp.sum(slots >= size, dtype=jnp.int32)
         once = jnp.where(lax.axis_index("tp") == 0, dropped, 0)  # every tp device counts the same tokens
         return rearrange(combine(y, route, slots), "(b n) t d -> b (n t) d", b=b), once
-
-    @staticmethod
-    def _cast(weight: nnx.Param, x: jax.Array) -> jax.Array:
-        return weight[...].astype(x.dtype)

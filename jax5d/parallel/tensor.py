@@ -111,7 +111,7 @@ def cross_entropy(y: jax.Array, table: jax.Array, labels: jax.Array, *, vocab: i
 def _chunk_loss(y: jax.Array, table: jax.Array, labels: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
     """Loss of one chunk and its derivative with respect to the local logits: float32 [], float32 [n, v]."""
     rows = table.shape[0]
-    logits = jnp.einsum("nd,vd->nv", y, table.astype(y.dtype), preferred_element_type=jnp.float32)
+    logits = jnp.einsum("nd,vd->nv", y, table, preferred_element_type=jnp.float32)
     column = vocab_start(rows) + jnp.arange(rows)
     logits = jnp.where((column < vocab)[None], logits, -jnp.inf)
     top = lax.pmax(jnp.max(logits, axis=1), VOCAB_AXES)
@@ -128,16 +128,19 @@ def _chunk_loss(y: jax.Array, table: jax.Array, labels: jax.Array, vocab: int) -
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _summed_loss(y: jax.Array, table: jax.Array, labels: jax.Array, vocab: int) -> jax.Array:
     """Sum over chunks: y [c, n, d], table [v, d], labels [c, n] -> float32 []."""
-    losses = lax.map(lambda chunk: _chunk_loss(chunk[0], table, chunk[1], vocab)[0], (y, labels))
+    cast = table.astype(y.dtype)
+    losses = lax.map(lambda chunk: _chunk_loss(chunk[0], cast, chunk[1], vocab)[0], (y, labels))
     return jnp.sum(losses)
 
 
 def _summed_loss_fwd(y: jax.Array, table: jax.Array, labels: jax.Array, vocab: int) -> tuple:
+    cast = table.astype(y.dtype)  # once, not in every chunk
+
     def chunk(d_table: jax.Array, piece: tuple[jax.Array, jax.Array]) -> tuple:
         y_piece, label_piece = piece
-        loss, d_logits = _chunk_loss(y_piece, table, label_piece, vocab)
+        loss, d_logits = _chunk_loss(y_piece, cast, label_piece, vocab)
         d_logits = d_logits.astype(y.dtype)
-        d_y = jnp.einsum("nv,vd->nd", d_logits, table.astype(y.dtype))
+        d_y = jnp.einsum("nv,vd->nd", d_logits, cast)
         d_table += jnp.einsum("nv,nd->vd", d_logits, y_piece, preferred_element_type=jnp.float32)
         return d_table, (loss, d_y)
 
