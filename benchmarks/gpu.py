@@ -28,21 +28,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 from rich.table import Table
+
+from jax5d.costs.flops import peak_flops
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN_SECONDS, END_SECONDS = 200.0, 230.0
 """No part begins after the first; every part is stopped at the second."""
-
-PEAK = {
-    "A100": 312e12,  # NVIDIA A100 data sheet, BF16 tensor core, dense
-    "H100 PCIe": 756e12,  # NVIDIA H100 data sheet: 1,513 with sparsity
-    "H100": 989e12,  # the same, SXM: 1,979 with sparsity
-    "H200": 989e12,  # NVIDIA H200 data sheet: 1,979 with sparsity
-    "B200": 2250e12,  # NVIDIA HGX B200 data sheet: 36 PFLOP/s by eight, with sparsity
-}
-"""Dense bfloat16 FLOP/s by a part of the device's name; the first that fits counts."""
 
 Part = dict[str, Any]
 
@@ -104,7 +99,7 @@ def measure(runner: Runner) -> Iterator[tuple[str, Part]]:
 
 def with_mfu(part: Part, device: str) -> Part:
     """A part with its model-FLOPs utilisation, where the device's peak is known."""
-    peak = next((value for name, value in PEAK.items() if name in device), None)
+    peak = peak_flops(device)
     if peak is not None and "tokens_per_second" in part:
         part["mfu"] = part["tokens_per_second"] * part["flops_per_token"] / peak
     return part

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 
 from jax5d.config import PRESETS, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from jax5d.costs.flops import flops_per_token
 from jax5d.mesh import make_mesh
 from jax5d.train.step import Trainer
 
@@ -136,15 +136,8 @@ def report(model: ModelConfig, rows: int, seconds: float) -> dict[str, Any]:
         "tokens": tokens,
         "step_seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "flops_per_token": flops_per_token(model),
+        "flops_per_token": flops_per_token(model, model.context),
     }
-
-
-def flops_per_token(model: ModelConfig) -> float:
-    """6 N + 12 L h s: N all parameters, attention in full."""
-    trainer = Trainer.create(RunConfig(model=model), mesh=make_mesh(RunConfig().mesh, jax.devices("cpu")[:1]))
-    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trainer.model.shapes))
-    return 6 * parameters + 12 * model.layers * model.d_model * model.context
 
 
 def torch(name: str, rows: int, where: str) -> dict[str, Any]:

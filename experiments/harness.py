@@ -8,7 +8,6 @@ before anything is written.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 import time
@@ -28,7 +27,7 @@ from experiments.config_file import experiment_of, to_dict, to_yaml
 from experiments.options import Options, TrainingOptions
 from experiments.registry import Entry
 from experiments.values import plain
-from jax5d.config import ConfigError
+from jax5d.config import AXES, ConfigError
 from jax5d.train.signals import Stopped
 
 
@@ -85,18 +84,23 @@ def run(entry: Entry, module: ModuleType, options: Options, console: Console) ->
     """
     folder = options.out or Path("runs", entry.name, time.strftime("%Y%m%d-%H%M%S"))
     config = folder / "config.yaml"
-    if config.exists() and experiment_of(config) != entry.name:
+    try:
+        taken = config.exists() and experiment_of(config) != entry.name
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    if taken:
         raise ConfigError(f"--out {folder} has a config.yaml that is not of {entry.name}; give another folder")
     if hasattr(module, "check"):
         module.check(options, folder)
     folder = _open_folder(folder, entry, options)
     console.print(f"{entry.name}: {_summary(options)}\n{folder}", highlight=False, markup=False, soft_wrap=True)
     start, failure = time.perf_counter(), {}
+    (folder / "result.json").unlink(missing_ok=True)  # however this run ends, an older verdict is not its own
     try:
         outcome = module.run(options, folder, console)
     except (ConfigError, Stopped):
         raise
-    except Exception as error:  # whatever it was, result.json must not keep an older verdict
+    except Exception as error:
         if isinstance(error, (OSError, FloatingPointError)):  # the disk or the numbers, not the program
             console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         else:
@@ -157,8 +161,12 @@ def _open_folder(folder: Path, entry: Entry, options: Options) -> Path:
             folder = _make_unique(folder)
         _write(folder / "config.yaml", to_yaml(options, entry.name))
     except OSError as error:
-        raise ConfigError(f"--out {folder}: {error.strerror}; give a folder that can be written") from None
+        raise _unwritable(folder, error) from None
     return folder
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--out {folder}: {error.strerror}; give a folder that can be written")
 
 
 def _make_unique(folder: Path) -> Path:
@@ -175,7 +183,7 @@ def _make_unique(folder: Path) -> Path:
 
 def _write(path: Path, text: str) -> None:
     """Write all of a file or, where that fails, nothing."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.draft")
     try:
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
@@ -186,7 +194,7 @@ def _write(path: Path, text: str) -> None:
 def _summary(options: Options) -> str:
     """The resolved mesh, and how a global batch is divided."""
     mesh = options.mesh
-    sizes = " ".join(f"{axis}={getattr(mesh, axis)}" for axis in ("pp", "dp", "ep", "cp", "tp"))
+    sizes = " ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES)
     text = f"mesh {sizes}, {mesh.size} devices"
     if isinstance(options, TrainingOptions):
         count, shards = options.parallel.microbatches, mesh.batch_shards

@@ -6,8 +6,12 @@ The dataclasses are the single source of the command line's options, of `config.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Literal
+
+AXES = ("pp", "dp", "ep", "cp", "tp")
+"""Mesh axes, outermost first; tp is innermost so that its devices are neighbours on one host."""
 
 
 class ConfigError(ValueError):
@@ -183,8 +187,8 @@ def _divides(part: str, n: int, whole: str, m: int, mend: str) -> None:
 
 def _at_least(low: float, **values: float) -> None:
     for name, value in values.items():
-        if value < low:
-            raise ConfigError(f"{name.replace('__', '.')}={value} is below {low}; give {low} or more")
+        if not low <= value < math.inf:  # nan is in no range
+            raise ConfigError(f"{name.replace('__', '.')}={value} is below {low} or not finite; give {low} or more")
 
 
 def check_model(model: ModelConfig) -> None:
@@ -212,7 +216,7 @@ def check_model(model: ModelConfig) -> None:
 def check(config: RunConfig) -> None:
     """Raise `ConfigError` where a run cannot be, before any file is read or device used."""
     mesh, model, parallel, train = config.mesh, config.model, config.parallel, config.train
-    for axis in ("pp", "dp", "ep", "cp", "tp"):
+    for axis in AXES:
         _at_least(1, **{f"mesh__{axis}": getattr(mesh, axis)})
     check_model(model)
     _at_least(1, parallel__microbatches=parallel.microbatches, parallel__loss_chunks=parallel.loss_chunks)
@@ -221,24 +225,22 @@ def check(config: RunConfig) -> None:
     _at_least(0, train__checkpoint_every=train.checkpoint_every, train__eval_every=train.eval_every)
     _at_least(1, train__keep=train.keep)
     _at_least(0, train__eval_sequences=train.eval_sequences, train__final_lr=train.final_lr)
-    if train.learning_rate <= 0:
-        raise ConfigError(f"train.learning_rate={train.learning_rate} is not above 0; give a rate such as 1e-3")
+    if not 0 < train.learning_rate < math.inf:
+        raise ConfigError(
+            f"train.learning_rate={train.learning_rate} is not a number above 0; give a rate such as 1e-3"
+        )
     if train.seq_len > model.context:
         raise ConfigError(
             f"train.seq_len={train.seq_len} is longer than model.context={model.context}; lower the first or "
             "raise the second"
         )
-    _check_split(config)
+    check_layout(config)
+    _check_batch(config)
 
 
-def _check_split(config: RunConfig) -> None:
-    """Every dim against the axis that splits it."""
-    mesh, model, parallel, train = config.mesh, config.model, config.parallel, config.train
-    _divides("mesh.tp", mesh.tp, "model.heads", model.heads, "use a tp that divides the heads")
-    _divides("mesh.tp", mesh.tp, "model.d_ff", model.d_ff, "use a tp that divides d_ff")
-    _divides("mesh.pp", mesh.pp, "model.layers", model.layers, "use a pp that divides the layers")
-    if model.experts:
-        _divides("mesh.ep", mesh.ep, "model.experts", model.experts, "use an ep that divides the experts")
+def _check_batch(config: RunConfig) -> None:
+    """The global batch against the devices and microbatches that share it."""
+    mesh, parallel, train = config.mesh, config.parallel, config.train
     pieces = mesh.batch_shards * parallel.microbatches
     if train.global_batch % pieces:
         raise ConfigError(
@@ -246,6 +248,16 @@ def _check_split(config: RunConfig) -> None:
             f"{mesh.dp} x {mesh.ep} x {parallel.microbatches} = {pieces}; use {_near(train.global_batch, pieces)}, or "
             "other mesh.dp, mesh.ep or parallel.microbatches"
         )
+
+
+def check_layout(config: RunConfig) -> None:
+    """Raise `ConfigError` where a dim of the model or the sequence does not divide over the axis that splits it."""
+    mesh, model, parallel, train = config.mesh, config.model, config.parallel, config.train
+    _divides("mesh.tp", mesh.tp, "model.heads", model.heads, "use a tp that divides the heads")
+    _divides("mesh.tp", mesh.tp, "model.d_ff", model.d_ff, "use a tp that divides d_ff")
+    _divides("mesh.pp", mesh.pp, "model.layers", model.layers, "use a pp that divides the layers")
+    if model.experts:
+        _divides("mesh.ep", mesh.ep, "model.experts", model.experts, "use an ep that divides the experts")
     _divides("mesh.cp", mesh.cp, "train.seq_len", train.seq_len, "use a cp that divides the sequence")
     local = train.seq_len // mesh.cp
     if parallel.sequence and local % mesh.tp:

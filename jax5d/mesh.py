@@ -9,10 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jax5d.config import MeshConfig, check_devices
-
-AXES = ("pp", "dp", "ep", "cp", "tp")
-"""Mesh axes, outermost first; tp is innermost so that its devices are neighbours on one host."""
+from jax5d.config import AXES, MeshConfig, check_devices
 
 DATA_AXES = ("dp", "ep", "cp")
 """Axes over which devices hold different tokens."""

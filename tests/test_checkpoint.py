@@ -96,6 +96,19 @@ def test_another_model_is_refused(there, here, message, tmp_path):
     assert files(folder) == before
 
 
+def test_microbatches_are_part_of_an_moes_objective(tmp_path):
+    """Router losses are means over microbatches: a dense run may go on with others, an MoE may not."""
+    for moe in (False, True):
+        trainer = runs.trainer(runs.config(moe=moe, layers=1, microbatches=2))
+        folder = saved(tmp_path / str(moe), trainer, trainer.init())
+        other = runs.config(moe=moe, layers=1, microbatches=4)
+        if moe:
+            with pytest.raises(ConfigError, match=r"parallel\.microbatches is 4 here and 2 there"):
+                check_resume(folder, other, RECORD)
+        else:
+            assert check_resume(folder, other, RECORD) == 3
+
+
 def test_other_data_is_refused(tmp_path):
     trainer = runs.trainer(runs.config(layers=1))
     folder = saved(tmp_path / "c", trainer, trainer.init())
@@ -151,6 +164,12 @@ def test_without_a_configuration(tmp_path):
         chex.assert_trees_all_equal(
             jax.device_get(again.params["blocks"][name]), jax.device_get(state.params["blocks"][name])
         )
+    being_written = folder / "6.orbax-checkpoint-tmp"
+    being_written.mkdir()
+    from_checkpoint(folder, MeshConfig(), devices=jax.devices()[:1])
+    assert being_written.is_dir(), "to read is not to clean up after a run that may be writing"
+    with pytest.raises(ConfigError, match=r"heads.*4.*tp=3"):
+        from_checkpoint(folder, MeshConfig(tp=3), devices=jax.devices()[:3])
     with pytest.raises(ConfigError, match="no checkpoint"):
         from_checkpoint(tmp_path, MeshConfig(), devices=jax.devices()[:1])
 

@@ -129,10 +129,11 @@ def test_a_closed_pipe_is_quiet(words: list[str]) -> None:
 
 def test_a_run_makes_its_fake_devices_and_an_interrupt_is_quiet(root: Path) -> None:
     code = (
-        "import sys, pathlib, run_experiment\n"
+        "import sys, pathlib, shutil, run_experiment\n"
         "words = ['fake_sum', '--out', 'here', '--devices', '6', '--mesh.tp', '1', '--train.global_batch', '12']\n"
         f"root = pathlib.Path({str(root)!r})\n"
         "assert run_experiment.main(words, root) == 0\n"
+        "shutil.copy('here/result.json', 'kept.json')\n"
         "sys.exit(run_experiment.main([*words, '--seed', '1'], root))"
     )
     command = [sys.executable, "-c", code]
@@ -142,7 +143,8 @@ def test_a_run_makes_its_fake_devices_and_an_interrupt_is_quiet(root: Path) -> N
     assert done.stderr == "run_experiment.py: interrupted\n"
     assert "mesh pp=1 dp=6 ep=1 cp=1 tp=1, 6 devices" in done.stdout
     assert "global batch 12 = 2 sequences x 1 microbatches x 6 data shards" in done.stdout
-    result = json.loads((root / "here" / "result.json").read_text())
+    assert not (root / "here" / "result.json").exists(), "an interrupted run has no verdict, and not an older one's"
+    result = json.loads((root / "kept.json").read_text())
     assert (result["held"], result["environment"]["devices"]) == (True, 6)
 
 

@@ -139,3 +139,20 @@ def test_an_upward_import_is_found(module: str, source: str) -> None:
 def test_a_downward_import_passes(module: str, source: str) -> None:
     """And on sources that are right."""
     assert violations(source, module) == []
+
+
+COLLECTIVES = {"psum", "pmax", "pmin", "pmean", "all_gather", "psum_scatter", "ppermute", "pshuffle", "all_to_all"}
+
+
+def collectives(source: str) -> list[str]:
+    """Collectives that a source calls by their names in jax.lax."""
+    calls = (node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [f.attr for f in calls if isinstance(f, ast.Attribute) and f.attr in COLLECTIVES]
+
+
+def test_collectives_live_in_parallel():
+    """Whoever looks for what goes over the wire looks in one folder."""
+    found = {name: collectives(path.read_text()) for name, path in modules().items()}
+    assert not [name for name, calls in found.items() if calls and part(name) != "jax5d.parallel"]
+    assert {call for calls in found.values() for call in calls} >= {"psum", "ppermute", "all_to_all", "psum_scatter"}
+    assert collectives("y = lax.psum(x, 'tp')") == ["psum"]

@@ -10,6 +10,8 @@ import runs
 import tiny
 
 from jax5d.config import ConfigError
+from jax5d.data.tokens import write_tokens
+from jax5d.train.checkpoint import Checkpoints, read_about
 from jax5d.train.metrics import read_metrics
 
 TWELVE = {"steps": 12, "checkpoint_every": 1, "microbatches": 4}
@@ -93,6 +95,34 @@ def test_evaluation_leaves_training_alone(tmp_path):
         assert validated == [n for n in range(1, 7) if n == 6 or (every and n % every == 0)]
         assert trainer.step._cache_size() == 1
     assert found[0] == found[1] == found[3]
+
+
+def test_one_changed_byte_of_the_data_is_refused(tmp_path):
+    """A run does not go on over other text, though it is as long as before."""
+    first = runs.token_file(tmp_path)
+    run = runs.config(layers=1, steps=3)
+    runs.train(run, first, tmp_path / "run")
+    changed = np.array(np.concatenate([first.tokens("train"), first.tokens("validation")]))
+    changed[5] = (changed[5] + 1) % 256
+    share = len(first.tokens("validation")) / len(changed)
+    other = write_tokens(tmp_path / "other.tokens", [changed], first.tokenizer, validation=share)
+    with pytest.raises(ConfigError, match="other data"):
+        runs.train(runs.config(layers=1, steps=6), other, tmp_path / "run")
+
+
+def test_numbers_that_are_not_finite_are_never_saved(tmp_path):
+    """A rate that blows the weights up ends the run; every checkpoint that it leaves is finite."""
+    run = runs.config(layers=1, optimizer="sgd", learning_rate=1e18, warmup=0, clip=0, checkpoint_every=1)
+    file = runs.token_file(tmp_path)
+    with pytest.raises(FloatingPointError, match=r"not finite at step .*learning_rate"):
+        runs.train(run, file, tmp_path / "run")
+    trainer = runs.trainer(run)
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (int(p.name) for p in folder.iterdir() if p.name.isdigit()):
+        with Checkpoints(folder, trainer, read_about(folder, step)["data"]) as checkpoints:
+            state = checkpoints.restore(step)
+        if step < max(int(p.name) for p in folder.iterdir() if p.name.isdigit()):
+            chex.assert_tree_all_finite(jax.device_get(state.params))
 
 
 def test_data_that_ends(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import resource
+import re
 import signal
 import subprocess
 import sys
@@ -26,8 +26,11 @@ def _home(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 
-def start(*words: str, **options) -> subprocess.Popen:
+def start(*words: str, before: str = "", **options) -> subprocess.Popen:
+    """A run of the command line; `before` is what its shell does first."""
     command = [sys.executable, "-W", "error", str(ROOT / "run_experiment.py"), *words]
+    if before:
+        command = ["bash", "-c", f'{before}; exec "$@"', "bash", *command]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
@@ -96,6 +99,45 @@ def test_what_a_run_leaves(tmp_path):
     assert {p.suffix for p in out.glob("loss.*")} == {".png", ".svg"}
     assert list((out / "tensorboard").glob("events.out.tfevents.*"))
     assert (out / "checkpoints" / str(last["step"])).is_dir()
+    refused_without_a_trace(out, "--model.layers", "4", said="model.layers is 4 here and 2 there")
+    (out / "bad.yaml").write_text("experiment: gpt2\ntrian:\n  steps: 3\n")
+    refused_without_a_trace(out, "--config", str(out / "bad.yaml"), said="train.steps")
+
+
+def refused_without_a_trace(out: Path, *words: str, said: str) -> None:
+    """Exit 2 with one line, and every file of the run as it was."""
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    status, text, err = run(*SMALL[:-2], "--out", str(out), *words)
+    assert (status, text, err.count("\n")) == (2, "", 1), err
+    assert said in err
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+
+
+def test_sigterm_takes_the_old_verdict_away(tmp_path):
+    """Saves, says where, leaves with 143; the result.json of an earlier, shorter run is not left beside it."""
+    out = tmp_path / "run"
+    short = [*SMALL, "--out", str(out), "--train.checkpoint_every", "2"]
+    assert run(*short, "--train.steps", "2")[0] in (0, 1)
+    assert (out / "result.json").exists()
+    process = start(*short, "--train.steps", "500")
+    wait_for(out / "checkpoints" / "6", process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "SIGTERM after step" in err
+    assert err.count("\n") == 1
+    assert not (out / "result.json").exists()
+
+
+def test_readme_example():
+    """The block of Python in README runs as it stands, and learns."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert code
+    done = subprocess.run([sys.executable, "-c", code[1]], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line) for line in done.stdout.splitlines() if re.fullmatch(r"[0-9.]+", line)]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
 
 
 def test_config_file_starts_the_same_run(tmp_path):
@@ -110,15 +152,11 @@ def test_config_file_starts_the_same_run(tmp_path):
 
 def test_full_disk(tmp_path):
     """Files may grow to 100 kB: the checkpoint cannot be written, and the run says so and does not end with 0."""
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     warm = [*SMALL, "--train.steps", "1"]
     run(*warm, "--out", str(tmp_path / "warm"))
     words = [*SMALL, "--train.steps", "3", "--out", str(tmp_path / "run")]
-    status, text, err = run(*words, preexec_fn=limit, env=environment)
+    status, text, err = run(*words, before="ulimit -f 100", env=environment)
     assert status == 1, (text, err)
     assert "no checkpoint could be written" in text + err
     kept = tmp_path / "run" / "checkpoints"
@@ -137,6 +175,8 @@ REFUSED = {
     "sequence": (["--train.seq_len", "127"], "127"),
     "batch": (["--train.global_batch", "18"], "train.global_batch=18"),
     "devices": (["--devices", "6", "--mesh.tp", "4"], "6 devices"),
+    "experts": (["--model.name", "moe-tiny", "--mesh.ep", "3"], "model.experts=4"),
+    "long output path": (["--out", "/tmp/" + "x" * 300], "File name too long"),
     "unknown option": (["--parallel.tpp", "2"], "mesh.tp"),
     "unknown preset": (["--model.name", "gpt3"], "gpt2-xl"),
 }

@@ -70,7 +70,7 @@ def run(options: Options, folder: Path, console: Console) -> Outcome:
     sizes = [n for n in (2, 4) if n <= options.mesh.size]
     meshes = [MeshConfig(), *(MeshConfig(**{axis: n}) for axis in ("dp", "tp", "pp", "cp", "ep") for n in sizes)]
     shown = track(meshes, description="compiling", console=console, disable=not console.is_terminal)
-    rows = [_measure(mesh) for mesh in shown]
+    rows = [_measure(replace(RUN, mesh=mesh, seed=options.seed)) for mesh in shown]
     save_figure(_figure(rows), folder, "five_axes")
     checks = [c for row in rows[1:] for c in row.traffic.checks(row.name)]
     checks += [Check.equal(f"bytes of state on a device, {row.name}", row.state, row.state_theory) for row in rows]
@@ -86,8 +86,8 @@ def run(options: Options, folder: Path, console: Console) -> Outcome:
     return Outcome(checks, metrics, [_table(rows)])
 
 
-def _measure(mesh: MeshConfig) -> Row:
-    config = replace(RUN, mesh=mesh)
+def _measure(config: RunConfig) -> Row:
+    mesh = config.mesh
     trainer = Trainer.create(config, mesh=make_mesh(mesh, jax.devices()[: mesh.size]))
     state = trainer.init()
     count = config.parallel.microbatches

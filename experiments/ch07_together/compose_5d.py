@@ -6,7 +6,8 @@ Claim: the loss curve on 32 devices, every axis at work, is the curve of one dev
     python run_experiment.py compose_5d --quick    under a minute
 
 Expected: float32 losses that differ by some 1e-6 at first and by at most 1e-3 nats after all steps (AdamW and the
-choice of experts enlarge rounding), and a ledger that equals theory.
+choice of experts enlarge rounding), and a ledger that equals theory. The run on one device has a folder of its own
+inside the run's.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import track
 
 from experiments.harness import Check, Outcome, save_figure
 from experiments.options import TrainingOptions
 from experiments.training import Traffic, mesh_name, open_tokens
-from jax5d.config import PRESETS, MeshConfig, ParallelConfig, TrainConfig
-from jax5d.data.batches import device_batch
+from jax5d.config import AXES, PRESETS, ConfigError, MeshConfig, ParallelConfig, RunConfig, TrainConfig
+from jax5d.data.tokens import TokenFile
 from jax5d.mesh import make_mesh
-from jax5d.train.loop import Data, open_data
+from jax5d.train.checkpoint import check_resume
+from jax5d.train.loop import Run, fit, open_data
 from jax5d.train.step import Trainer
 
 CAPSULES = [37]
@@ -36,54 +37,68 @@ NEEDS = "32 fake CPU devices and 2 minutes on 2 cores, or 32 GPUs"
 TOLERANCE = 1e-3
 """Nats. Rounding differs from mesh to mesh, and AdamW's division by small second moments enlarges it."""
 
+ALONE = "one_device"
+"""Folder, inside the run's, of the run on one device."""
+
 DEFAULTS = TrainingOptions(
     mesh=MeshConfig(pp=2, dp=2, ep=2, cp=2, tp=2),
     model=replace(PRESETS["moe-tiny"], layers=2, d_model=64, d_ff=128),
     parallel=ParallelConfig(sequence=True, microbatches=2),
-    train=TrainConfig(steps=60, seq_len=64),
+    train=TrainConfig(steps=60, seq_len=64, eval_every=0, eval_sequences=64),
 )
 QUICK = replace(DEFAULTS, train=replace(DEFAULTS.train, steps=10))
 
 
 def check(options: TrainingOptions, folder: Path) -> None:
-    """Refuse data that this run cannot use."""
-    open_data(options.run_config, open_tokens(options))
+    """Refuse a mesh on which an axis has nothing to do, and data or checkpoints that this run cannot use."""
+    idle = [axis for axis in AXES if getattr(options.mesh, axis) == 1]
+    if idle:
+        raise ConfigError(
+            f"compose_5d needs all five axes but mesh.{idle[0]}=1; write --devices 32, or five sizes of 2 or more"
+        )
+    data = open_data(options.run_config, open_tokens(options))
+    for config, place in zip(_configs(options), (folder, folder / ALONE), strict=True):
+        check_resume(place / "checkpoints", config, data.record)
+
+
+def _configs(options: TrainingOptions) -> tuple[RunConfig, RunConfig]:
+    """The run on its mesh, and on one device."""
+    config = options.run_config
+    return config, replace(config, mesh=MeshConfig(), parallel=replace(config.parallel, sequence=False))
 
 
 def run(options: TrainingOptions, folder: Path, console: Console) -> Outcome:
     """The same training twice, from the same seed."""
-    config = options.run_config
-    data = open_data(config, open_tokens(options))
-    composed = Trainer.create(config)
-    alone = replace(config, mesh=MeshConfig(), parallel=replace(config.parallel, sequence=False))
-    single = Trainer.create(alone, mesh=make_mesh(alone.mesh, jax.devices()[:1]))
-    names = mesh_name(config.mesh), "one device"
-    losses = {name: _train(t, data, console, name) for name, t in zip(names, (composed, single), strict=True)}
+    composed, alone = _configs(options)
+    file = open_tokens(options)
+    trainer = Trainer.create(composed)
+    runs = {
+        mesh_name(composed.mesh): fit(trainer, open_data(composed, file), folder, console),
+        "one device": _fit_alone(alone, file, folder / ALONE, console),
+    }
+    losses = {name: np.array([record["loss"] for record in run.records]) for name, run in runs.items()}
     first, second = losses.values()
     apart = np.abs(first - second)
     save_figure(_figure(losses, apart), folder, "losses")
-    traffic = Traffic.of(composed)
+    traffic = Traffic.of(trainer)
+    validation = [run.validation_loss for run in runs.values()]
     return Outcome(
         checks=[
             Check.equal("largest difference of the two loss curves, nats", apart.max(), 0, TOLERANCE),
             Check.equal("difference at the first step, nats", apart[0], 0, 1e-5),
+            Check.equal("difference of the validation losses, nats", validation[0] - validation[1], 0, TOLERANCE),
             Check.below("loss at the end, nats, below the loss at the start", first[-1], first[0]),
             *traffic.checks(),
         ],
-        metrics={"losses": losses, "largest_difference": apart.max()},
+        metrics={"losses": losses, "validation_losses": validation, "largest_difference": apart.max()},
         tables=[traffic.table()],
     )
 
 
-def _train(trainer: Trainer, data: Data, console: Console, name: str) -> np.ndarray:
-    """Loss of every step, nats per token."""
-    state, losses = trainer.init(), []
-    steps = range(trainer.config.train.steps)
-    for step in track(steps, description=name, console=console, disable=not console.is_terminal):
-        state, metrics = trainer.step(state, device_batch(data.batches, step, trainer.batch_sharding))
-        losses.append(float(metrics["loss"]))
-    console.print(f"{name}: loss {losses[0]:.4f} to {losses[-1]:.4f} nats in {len(losses)} steps", highlight=False)
-    return np.array(losses)
+def _fit_alone(config: RunConfig, file: TokenFile, folder: Path, console: Console) -> Run:
+    folder.mkdir(exist_ok=True)
+    trainer = Trainer.create(config, mesh=make_mesh(config.mesh, jax.devices()[:1]))
+    return fit(trainer, open_data(config, file), folder, console)
 
 
 def _figure(losses: dict[str, np.ndarray], apart: np.ndarray) -> Figure:

@@ -13,12 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
 
-from jax5d.config import RunConfig
+from jax5d.config import AXES, RunConfig
 from jax5d.costs.collectives import Collective, merge, wire_bytes
-from jax5d.costs.parameters import Leaf, leaves
-
-AXES = ("pp", "dp", "ep", "cp", "tp")
-FLOAT32 = INT32 = 4
+from jax5d.costs.parameters import FLOAT32, INT32, Leaf, leaves
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from jax5d.config import MeshConfig, ModelConfig
 from jax5d.costs.parameters import count, leaves
 
 PEAK_FLOPS = {
-    "A100": 312e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
+    "A100": 312e12,  # NVIDIA A100 data sheet, BF16 tensor core, dense
+    "H100 PCIe": 756e12,  # NVIDIA H100 data sheet: 1,513 with sparsity
+    "H100": 989e12,  # the same, SXM: 1,979 with sparsity
+    "H200": 989e12,  # NVIDIA H200 data sheet: 1,979 with sparsity
+    "B200": 2250e12,  # NVIDIA HGX B200 data sheet: 36 PFLOP/s by eight, with sparsity
 }
-"""Dense bfloat16 FLOP/s by a part of the device's name (NVIDIA data sheets, SXM)."""
+"""Dense bfloat16 FLOP/s by a part of the device's name; the first that fits counts."""
 
 
 def active_parameters(model: ModelConfig) -> int:

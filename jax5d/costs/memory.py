@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from jax5d.config import RunConfig
-from jax5d.costs.parameters import leaves
+from jax5d.costs.parameters import FLOAT32, INT32, leaves
 
-FLOAT32 = INT32 = 4
 COUNTERS = 3
 """The step, Adam's count and the schedule's, int32 each, on every device."""
 

@@ -12,6 +12,9 @@ from jax5d.config import MeshConfig, ModelConfig
 
 Axes = tuple[str, ...]
 
+FLOAT32 = INT32 = 4
+"""Bytes of one element."""
+
 
 @dataclass(frozen=True)
 class Leaf:

@@ -39,6 +39,7 @@ class Windows:
 
     def __init__(self, file: TokenFile, split: Split, seq_len: int, vocab: int):
         self.path, self.split, self.seq_len, self.vocab = file.path, split, seq_len, vocab
+        self.digest = file.digest
         self._tokens = file.tokens(split)
         if file.vocab_size > vocab:
             raise ConfigError(
@@ -132,7 +133,8 @@ def check_enough(batches: Batches, steps: int) -> None:
         raise ConfigError(
             f"train.steps={steps} x train.global_batch={batches.global_batch} = {steps * batches.global_batch} "
             f"sequences but {windows.path} has {len(windows)} of {windows.seq_len} tokens, enough for "
-            f"{batches.steps_available} steps; write --train.steps {batches.steps_available}, or --data.repeat true"
+            f"{batches.steps_available} steps; write --train.steps {batches.steps_available}, or leave out "
+            "--data.no_repeat"
         )
 
 

@@ -1,17 +1,20 @@
 """The token file: one memory-mapped array of ids that carries its dtype, vocabulary and tokenizer.
 
 A `.tokens` file is a safetensors file (https://github.com/huggingface/safetensors#format) with one tensor
-"tokens", uint16 or uint32 [N], and in its metadata: format, source, tokenizer (JSON), vocab_size, max_id, and
-train, the number of leading tokens that are for training; those behind them are for validation.
+"tokens", uint16 or uint32 [N], and in its metadata: format, source, tokenizer (JSON), vocab_size, max_id,
+digest (SHA-256 of the ids), and train, the number of leading tokens that are for training; those behind them are
+for validation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import groupby
@@ -52,6 +55,8 @@ class TokenFile:
     """Largest id in the file."""
     source: str
     """The data.source that it was made from."""
+    digest: str
+    """SHA-256 of the ids, so that a run does not go on with other text."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -66,7 +71,7 @@ class TokenFile:
         if metadata.get("format") != FORMAT:
             raise self._refusal(f"format {metadata.get('format')!r} instead of {FORMAT!r}")
         try:
-            self.source = metadata["source"]
+            self.source, self.digest = metadata["source"], metadata["digest"]
             self.vocab_size, self.max_id = int(metadata["vocab_size"]), int(metadata["max_id"])
             self._tokenizer_json, self._train = metadata["tokenizer"], int(metadata["train"])
         except (KeyError, ValueError) as error:
@@ -119,6 +124,7 @@ def write_tokens(
         OSError: the disk is full or the folder cannot be written.
     """
     path = Path(path)
+    _remove_leftovers(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         with partial.open("xb") as file:
@@ -131,12 +137,22 @@ def write_tokens(
     return TokenFile(path)
 
 
+def _remove_leftovers(path: Path) -> None:
+    """Remove what a killed process left half-written; a day old, so that no builder that still runs is disturbed."""
+    for partial in path.parent.glob(f".{path.name}.*.partial"):
+        with contextlib.suppress(FileNotFoundError):
+            if partial.stat().st_mtime < time.time() - 86_400:
+                partial.unlink()
+
+
 def _write(
     file: BinaryIO, path: Path, chunks: Iterable[np.ndarray], tokenizer: Tokenizer, source: str, validation: float
 ) -> None:
     vocab = tokenizer.vocab_size
     dtype = token_dtype(vocab)
     about = {"format": FORMAT, "source": source, "tokenizer": tokenizer.to_json(), "vocab_size": str(vocab)}
+    digest = hashlib.sha256()
+    about["digest"] = digest.hexdigest()
     # The header stands first but is known last: keep room for the longest one; JSON may end in spaces.
     room = -(-len(_header(about, dtype, 2**60, 2**60, 2**60)) // 8) * 8
     file.write(bytes(8 + room))
@@ -151,11 +167,14 @@ def _write(
         if low < 0 or high >= vocab:
             bad = low if low < 0 else high
             raise ConfigError(f"{path}: id {bad} is outside the tokenizer's [0, {vocab}); use its own tokenizer")
-        file.write(ids.astype(dtype).tobytes())
+        data = ids.astype(dtype).tobytes()
+        file.write(data)
+        digest.update(data)
         count, max_id = count + ids.size, max(max_id, high)
     if not count:
         raise ConfigError(f"{path}: there are no tokens to write; give a data.source that holds text")
     file.seek(0)
+    about["digest"] = digest.hexdigest()
     header = _header(about, dtype, count, count - round(count * validation), max_id)
     file.write(room.to_bytes(8, "little") + header.ljust(room))
 

@@ -16,7 +16,7 @@ from jax5d.layers.init import normal
 from jax5d.layers.linear import add_bias
 from jax5d.layers.norm import LayerNorm
 from jax5d.parallel.data import varying
-from jax5d.parallel.tensor import VOCAB_AXES, Boundary, cross_entropy, embed_tokens, vocab_start
+from jax5d.parallel.tensor import VOCAB_AXES, Boundary, cross_entropy, embed_tokens, likeliest
 
 
 class Vocabulary(nnx.Module):
@@ -48,15 +48,7 @@ class Vocabulary(nnx.Module):
 
         Args:
             noise: float32 [b, rows of this device], added to the logits; 0 is greedy, Gumbel noise samples.
-
-        Two small pmax over (pp, tp); padding is never chosen.
         """
         y = self.boundary.enter(self.norm_f(y))
         y = lax.dynamic_index_in_dim(y, at, axis=1, keepdims=False)
-        table = self.wte[...]
-        logits = jnp.einsum("bd,vd->bv", y, table.astype(y.dtype), preferred_element_type=jnp.float32)
-        logits += noise
-        column = vocab_start(table.shape[0]) + jnp.arange(table.shape[0])
-        logits = jnp.where((column < self.vocab)[None], logits, -jnp.inf)
-        best = lax.pmax(jnp.max(logits, axis=1), VOCAB_AXES)
-        return lax.pmax(jnp.max(jnp.where(logits == best[:, None], column[None], -1), axis=1), VOCAB_AXES)
+        return likeliest(y, self.wte[...], noise, self.vocab)

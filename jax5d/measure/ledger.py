@@ -16,8 +16,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval as pe
 
+from jax5d.config import AXES
 from jax5d.costs.collectives import Collective, merge, wire_bytes
-from jax5d.mesh import AXES
 
 OPS = {
     "psum": "psum",

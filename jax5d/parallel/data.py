@@ -63,6 +63,16 @@ def reduce(grads: Tree, specs: Tree, token_axes: tuple[str, ...]) -> Tree:
     return jax.tree.map(leaf, specs, grads, is_leaf=is_spec)
 
 
+def sum_over_shards(x: jax.Array) -> jax.Array:
+    """Sum over the devices that hold different tokens: psum over dp, ep, cp, 2 (n-1)/n K bytes. Transpose: identity."""
+    return lax.psum(x, DATA_AXES)
+
+
+def sum_over_varying(x: jax.Array) -> jax.Array:
+    """Sum over every axis along which `x` varies: psum over those, 2 (n-1)/n K bytes. Transpose: identity."""
+    return lax.psum(x, tuple(jax.typeof(x).manual_axis_type.varying))
+
+
 def global_norm(tree: Tree, specs: Tree) -> jax.Array:
     """The 2-norm of a tree of local shards, in which every parameter of the global tree counts once. float32 [].
 

@@ -26,6 +26,7 @@ from jax5d.config import (
     ParallelConfig,
     RunConfig,
     TrainConfig,
+    check_layout,
 )
 from jax5d.costs.parameters import leaves
 from jax5d.mesh import make_mesh
@@ -56,16 +57,19 @@ class Checkpoints:
         folder: made where it is missing; leftovers of a killed run are removed, whole checkpoints never.
         trainer: gives the layout to restore to.
         record: what the data is, as JSON-able values; a checkpoint with another record is refused.
+        read_only: touch nothing there, so that a run which is writing is left alone.
     """
 
-    def __init__(self, folder: Path, trainer: Trainer, record: dict[str, Any]):
+    def __init__(self, folder: Path, trainer: Trainer, record: dict[str, Any], *, read_only: bool = False):
         self.folder, self.trainer = folder.absolute(), trainer
         self.about = {"config": dataclasses.asdict(trainer.config), "data": record}
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         keep = trainer.config.train.keep
-        self._manager = ocp.CheckpointManager(
-            self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
-        )
+        if read_only:
+            options = ocp.CheckpointManagerOptions(read_only=True)
+        else:
+            options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def save(self, step: int, state: TrainState) -> None:
         """Begin to write the state of `step`; the arrays are copied before this returns, so they may be donated.
@@ -77,7 +81,8 @@ class Checkpoints:
             raise SaveError(f"no checkpoint could be written to {self.folder}: {needed} bytes needed, {free} free")
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(_tree(state)), about=ocp.args.JsonSave(self.about))
         with self._naming_failure():
-            self._manager.save(step, args=items)
+            if not self._manager.save(step, args=items):
+                raise SaveError(f"a checkpoint of step {step} or later is already there")
 
     def finish(self) -> None:
         """Wait until everything is on disk. Raises `SaveError` where it could not be written."""
@@ -175,8 +180,9 @@ def from_checkpoint(
         raise ConfigError(f"{folder} holds no checkpoint; give the checkpoints folder of a run")
     about = read_about(folder, step)
     config = dataclasses.replace(config_from(about["config"]), mesh=mesh)
+    check_layout(config)
     trainer = Trainer.create(config, mesh=make_mesh(mesh, devices))
-    with Checkpoints(folder, trainer, about["data"]) as checkpoints:
+    with Checkpoints(folder, trainer, about["data"], read_only=True) as checkpoints:
         return trainer, checkpoints.restore(step)
 
 
@@ -197,7 +203,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _check_same(mine: dict[str, Any], theirs: dict[str, Any], folder: Path) -> None:
     """Refuse a checkpoint of another configuration, naming what differs and the first leaf that it reshapes."""
     ours, saved = _flat(mine["config"]), _flat(theirs["config"])
-    names = [n for n in ours if n not in FREE and n.split(".")[0] not in FREE and ours[n] != saved.get(n)]
+    names = [n for n in ours if not _free(n, ours) and ours[n] != saved.get(n)]
     if names:
         differ = ", ".join(f"{name} is {ours[name]} here and {saved.get(name)} there" for name in names)
         shapes = _reshaped(mine["config"], theirs["config"])
@@ -208,6 +214,13 @@ def _check_same(mine: dict[str, Any], theirs: dict[str, Any], folder: Path) -> N
         raise ConfigError(
             f"{folder} was trained on other data: {theirs['data']}, here {mine['data']}; give another --out"
         )
+
+
+def _free(name: str, ours: dict[str, Any]) -> bool:
+    """Whether an option may change between a run and its continuation."""
+    if name == "parallel.microbatches" and ours["model.experts"]:
+        return False  # the router's losses are means over microbatches: another number is another objective
+    return name in FREE or name.split(".")[0] in FREE
 
 
 def _reshaped(ours: dict[str, Any], theirs: dict[str, Any]) -> str:

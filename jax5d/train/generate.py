@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax5d.config import ConfigError
 from jax5d.models.build import BATCH_SPEC
 from jax5d.parallel import pipeline
+from jax5d.parallel.context import from_owner
 from jax5d.parallel.schedules import forward_only
 from jax5d.parallel.tensor import vocab_start
 from jax5d.train.step import Trainer
@@ -73,7 +74,7 @@ def _next_token(trainer: Trainer) -> Callable[..., jax.Array]:
         def head(outer: Tree, y: jax.Array, m: jax.Array) -> jax.Array:
             noise = temperature * _gumbel(key, rows, outer["wte"].shape[0])
             token = model.next_token(outer, y, jnp.clip(at - lax.axis_index("cp") * local, 0, local - 1), noise)
-            return lax.psum(jnp.where(at // local == lax.axis_index("cp"), token, 0), "cp")
+            return from_owner(token, at // local)
 
         work = model.work(batch, jax.random.key(0), rows * trainer.config.mesh.batch_shards)
         table = forward_only(trainer.config.mesh.pp, 1)

@@ -18,7 +18,7 @@ from jax5d.costs.flops import flops_per_token, peak_flops
 from jax5d.data.batches import Batches, Windows, check_enough, evaluation_batches, stream
 from jax5d.data.tokens import TokenFile
 from jax5d.train.checkpoint import Checkpoints, check_resume, newest, read_about
-from jax5d.train.metrics import MetricsLog, plain, read_metrics
+from jax5d.train.metrics import MetricsLog, jsonable, read_metrics
 from jax5d.train.signals import Stopped, StopRequest
 from jax5d.train.step import Trainer, TrainState
 
@@ -37,7 +37,8 @@ class Data:
     @property
     def record(self) -> dict[str, Any]:
         """What identifies the data: a run does not go on with other data."""
-        return {"train_windows": len(self.train), "validation_windows": len(self.validation)}
+        counts = {"train_windows": len(self.train), "validation_windows": len(self.validation)}
+        return counts | {"digest": self.train.digest}
 
 
 def open_data(config: RunConfig, file: TokenFile) -> Data:
@@ -83,17 +84,18 @@ def fit(trainer: Trainer, data: Data, folder: Path, console: Console) -> Run:
         ConfigError: the checkpoints there are of another run.
         SaveError: a checkpoint could not be written.
         Stopped: SIGINT or SIGTERM came; the state is saved.
-        FloatingPointError: the loss is not finite; checkpoints before it are kept.
+        FloatingPointError: the loss or the gradient is not finite; checkpoints before it are kept.
     """
     check_resume(folder / "checkpoints", trainer.config, data.record)
     with Checkpoints(folder / "checkpoints", trainer, data.record) as checkpoints:
         state, start = _begin(checkpoints, trainer, console)
         with MetricsLog(folder, start) as log, StopRequest() as stop, _progress(console) as bar:
             state = _Loop(trainer, data, checkpoints, log, stop, bar).run(state, start)
-        checkpoints.finish()
+            checkpoints.finish()
     records = read_metrics(folder)
-    loss = records[-1].get("validation_loss") if records else None
-    return Run(state, evaluate(trainer, state, data.validation) if loss is None else loss, records)
+    done_before = start == trainer.config.train.steps  # then the log's loss may be of another number of sequences
+    loss = evaluate(trainer, state, data.validation) if done_before else records[-1]["validation_loss"]
+    return Run(state, loss, records)
 
 
 def _begin(checkpoints: Checkpoints, trainer: Trainer, console: Console) -> tuple[TrainState, int]:
@@ -133,6 +135,7 @@ class _Loop:
             state, metrics = self.trainer.step(state, batch)
             self._record(step, metrics, task, state if self._due(step, self.train.eval_every) else None)
             if self._due(step, self.train.checkpoint_every) or self.stop.number:
+                self.log.flush()
                 self.checkpoints.save(step, state)
             if self.stop.number and step < self.train.steps:
                 self._leave(step)
@@ -151,11 +154,12 @@ class _Loop:
         self, step: int, metrics: dict[str, jax.Array], task: TaskID, evaluate_state: TrainState | None = None
     ) -> None:
         """Wait for a step's metrics, write and show them."""
-        values = {name: plain(value) for name, value in jax.device_get(metrics).items()}
+        values = {name: jsonable(value) for name, value in jax.device_get(metrics).items()}
         now = time.perf_counter()
         record = _measured(self.trainer, self.data.batches, step, now - self.clock) | values
-        if values["loss"] is None:
-            raise FloatingPointError(f"the loss is not finite at step {step}; lower --train.learning_rate")
+        for name in ("loss", "grad_norm"):
+            if values[name] is None:
+                raise FloatingPointError(f"{name} is not finite at step {step}; lower --train.learning_rate")
         if evaluate_state is not None:
             record["validation_loss"] = evaluate(self.trainer, evaluate_state, self.data.validation)
         self.log.write(record)

@@ -32,6 +32,10 @@ class MetricsLog:
             if isinstance(value, (int, float)) and name != "step":
                 self._board.add_scalar(name, value, record["step"])
 
+    def flush(self) -> None:
+        """Bring TensorBoard's file up to the last record; a killed run then lacks nothing that a checkpoint covers."""
+        self._board.flush()
+
     def __enter__(self) -> MetricsLog:
         return self
 
@@ -62,7 +66,7 @@ def _keep_until(path: Path, step: int) -> None:
     draft.replace(path)
 
 
-def plain(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
     """A metric as a JSON-able number or list; what is not finite becomes None."""
     if hasattr(value, "tolist"):
         value = value.tolist()

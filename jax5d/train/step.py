@@ -10,15 +10,22 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax5d.config import RunConfig
-from jax5d.mesh import DATA_AXES, make_mesh
+from jax5d.mesh import make_mesh
 from jax5d.models.build import BATCH_SPEC, Model
 from jax5d.parallel import pipeline
-from jax5d.parallel.data import clip_by_norm, diverge, global_norm, is_spec, reduce
+from jax5d.parallel.data import (
+    clip_by_norm,
+    diverge,
+    global_norm,
+    is_spec,
+    reduce,
+    sum_over_shards,
+    sum_over_varying,
+)
 from jax5d.parallel.schedules import SCHEDULES, forward_only
 from jax5d.train.optimizer import learning_rate, make_optimizer
 
@@ -51,7 +58,9 @@ class Trainer:
     optimizer: optax.GradientTransformation
 
     @staticmethod
-    def create(config: RunConfig, *, mesh: Mesh | None = None, optimizer: optax.GradientTransformation | None = None):
+    def create(
+        config: RunConfig, *, mesh: Mesh | None = None, optimizer: optax.GradientTransformation | None = None
+    ) -> Trainer:
         """A trainer for `config`, on all devices and with its own optimizer unless others are given."""
         mesh = make_mesh(config.mesh) if mesh is None else mesh
         return Trainer(config, mesh, optimizer or make_optimizer(config.train))
@@ -131,7 +140,7 @@ class Trainer:
         model, specs, axes = self.model, self.specs.params, self.model.boundary.axes
         key = jax.random.fold_in(jax.random.key(self.config.seed), state.step)
         count = batch["inputs"].shape[0]
-        tokens = lax.psum(jnp.sum(batch["labels"] >= 0, dtype=jnp.int32), DATA_AXES)
+        tokens = sum_over_shards(jnp.sum(batch["labels"] >= 0, dtype=jnp.int32))
         scale = 1 / jnp.maximum(tokens, 1).astype(jnp.float32)
         weights = {name: weight / count for name, weight in model.loss_weights().items()}
         own = diverge(state.params, specs, axes)
@@ -145,9 +154,9 @@ class Trainer:
             weights,
         )
         grads = reduce({"outer": result.outer_grads, "blocks": result.block_grads}, specs, axes)
-        losses = {name: lax.psum(value, "pp") / count for name, value in result.losses.items()}
-        stats = jax.tree.map(lambda v: lax.psum(v, tuple(jax.typeof(v).manual_axis_type.varying)), result.stats)
-        return grads, {"loss": lax.psum(result.head, DATA_AXES) * scale, **losses, **stats}
+        losses = {name: sum_over_varying(value) / count for name, value in result.losses.items()}
+        stats = jax.tree.map(sum_over_varying, result.stats)
+        return grads, {"loss": sum_over_shards(result.head) * scale, **losses, **stats}
 
     def _evaluate(self, params: Tree, batch: Batch) -> dict[str, jax.Array]:
         model = self.model.without_dropout()
@@ -156,7 +165,7 @@ class Trainer:
         table = forward_only(self.config.mesh.pp, count)
         result = pipeline.evaluate(table, work, params["outer"], params["blocks"], model.stream_zeros(batch))
         tokens = jnp.sum(batch["labels"] >= 0, dtype=jnp.int32)
-        return {"loss_sum": lax.psum(result.head, DATA_AXES), "tokens": lax.psum(tokens, DATA_AXES)}
+        return {"loss_sum": sum_over_shards(result.head), "tokens": sum_over_shards(tokens)}
 
     def _global_rows(self, batch: Batch) -> int:
         return batch["inputs"].shape[1] * self.config.mesh.batch_shards
