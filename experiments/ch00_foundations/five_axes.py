@@ -137,9 +137,9 @@ def _figure(rows: list[Row]) -> Figure:
     theory = [wire_total(row.traffic.theory) / 1e6 for row in rows]
     left.plot(places, theory, "k_", markersize=18, markeredgewidth=2, label="theory")
     left.set(ylabel="MB that a device sends in a step", title="On the wire")
-    right.bar(places - 0.2, [row.state / 1e6 for row in rows], 0.4, label="state: parameters and AdamW, measured")
-    right.bar(places + 0.2, [row.temporary / 1e6 for row in rows], 0.4, label="temporaries of the compiled step")
-    right.plot(places - 0.2, [r.state_theory / 1e6 for r in rows], "k_", markersize=12, label="state, theory")
+    right.bar(places - 0.2, [row.state / 1e6 for row in rows], 0.4, label="state: weights and AdamW")
+    right.bar(places + 0.2, [row.temporary / 1e6 for row in rows], 0.4, label="temporaries of the step")
+    right.plot(places - 0.2, [r.state_theory / 1e6 for r in rows], "k_", markersize=12, label="state, by theory")
     right.set(ylabel="MB on a device", title="In memory")
     for axes in (left, right):
         axes.set_xticks(places, labels, rotation=45, ha="right")
