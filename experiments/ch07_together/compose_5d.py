@@ -5,9 +5,9 @@ Claim: the loss curve on 32 devices, every axis at work, is the curve of one dev
     python run_experiment.py compose_5d            about a minute on 2 CPU cores: 32 fake devices
     python run_experiment.py compose_5d --quick    under a minute
 
-Expected: float32 losses that differ by some 1e-6 nats until rounding flips a token's choice between two experts that are
-as good as equal, by at most 1e-3 from then on, and a ledger that equals theory. The run on one device has a folder of its own
-inside the run's.
+Expected: float32 losses that differ by some 1e-6 nats until rounding flips a token's choice between two experts that
+are as good as equal, by at most 1e-3 from then on, and a ledger that equals theory. The run on one device has a folder
+of its own inside the run's.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CLAIM = "An MoE on pp = dp = ep = cp = tp = 2 (32 devices) has the loss curve of
 NEEDS = "32 fake CPU devices and a minute on 2 cores, or 32 GPUs"
 
 TOLERANCE = 1e-3
-"""Nats. Rounding differs from mesh to mesh by 1e-6; where it flips a token's choice between two experts that are as good
-as equal, that token's whole contribution differs, and the curves part by some 1e-4."""
+"""Nats. Rounding differs from mesh to mesh by 1e-6; where it flips a token's choice between two experts that are as
+good as equal, that token's whole contribution differs, and the curves part by some 1e-4."""
 
 ALONE = "one_device"
 """Folder, inside the run's, of the run on one device."""
