@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import chex
+import fitting
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import runs
 import tiny
 
 from jax5d.config import ConfigError, MeshConfig
@@ -46,8 +46,8 @@ def counted(trainer: Trainer, value: int) -> TrainState:
 
 def test_dtypes_and_counters_survive(tmp_path):
     """B45: float32 master weights and moments under bfloat16 compute, and a counter that float32 cannot hold."""
-    trainer = runs.trainer(runs.config({"dp": 2, "tp": 2}, dtype="bfloat16"))
-    state = counted(trainer, runs.COUNTER)
+    trainer = fitting.trainer(fitting.config({"dp": 2, "tp": 2}, dtype="bfloat16"))
+    state = counted(trainer, fitting.COUNTER)
     again = restored(saved(tmp_path / "c", trainer, state), trainer)
     chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(state))
     chex.assert_trees_all_equal_dtypes(again, state)
@@ -57,7 +57,7 @@ def test_dtypes_and_counters_survive(tmp_path):
 
 def test_asynchronous_save_has_its_own_step(tmp_path):
     """B58: the next step, which takes the buffers over, cannot reach into a save that is still being written."""
-    trainer = runs.trainer(runs.config({"dp": 2}, layers=2))
+    trainer = fitting.trainer(fitting.config({"dp": 2}, layers=2))
     state = trainer.init()
     kept = jax.device_get(state)
     batch = {k: jax.device_put(v, trainer.batch_sharding) for k, v in tiny.batch(trainer.config).items()}
@@ -86,22 +86,22 @@ OTHERS = {
 @pytest.mark.parametrize(("there", "here", "message"), OTHERS.values(), ids=OTHERS)
 def test_another_model_is_refused(there, here, message, tmp_path):
     """B44: the option, the leaf and both shapes are named; nothing in the folder changes."""
-    trainer = runs.trainer(runs.config(**there))
+    trainer = fitting.trainer(fitting.config(**there))
     folder = saved(tmp_path / "c", trainer, trainer.init())
     before = files(folder)
     with pytest.raises(ConfigError, match=message):
-        check_resume(folder, runs.config(**here), RECORD)
+        check_resume(folder, fitting.config(**here), RECORD)
     with pytest.raises(ConfigError, match=message):
-        restored(folder, runs.trainer(runs.config(**here)))
+        restored(folder, fitting.trainer(fitting.config(**here)))
     assert files(folder) == before
 
 
 def test_microbatches_are_part_of_an_moes_objective(tmp_path):
     """Router losses are means over microbatches: a dense run may go on with others, an MoE may not."""
     for moe in (False, True):
-        trainer = runs.trainer(runs.config(moe=moe, layers=1, microbatches=2))
+        trainer = fitting.trainer(fitting.config(moe=moe, layers=1, microbatches=2))
         folder = saved(tmp_path / str(moe), trainer, trainer.init())
-        other = runs.config(moe=moe, layers=1, microbatches=4)
+        other = fitting.config(moe=moe, layers=1, microbatches=4)
         if moe:
             with pytest.raises(ConfigError, match=r"parallel\.microbatches is 4 here and 2 there"):
                 check_resume(folder, other, RECORD)
@@ -110,7 +110,7 @@ def test_microbatches_are_part_of_an_moes_objective(tmp_path):
 
 
 def test_other_data_is_refused(tmp_path):
-    trainer = runs.trainer(runs.config(layers=1))
+    trainer = fitting.trainer(fitting.config(layers=1))
     folder = saved(tmp_path / "c", trainer, trainer.init())
     with pytest.raises(ConfigError, match=r"40.*41"):
         check_resume(folder, trainer.config, RECORD | {"train_windows": 41})
@@ -118,7 +118,7 @@ def test_other_data_is_refused(tmp_path):
 
 def test_a_leaf_of_another_shape_is_refused_whatever_the_record_says(tmp_path):
     """B44: the arrays themselves are looked at, not only the record beside them."""
-    small, large = (runs.trainer(runs.config(layers=n)) for n in (1, 2))
+    small, large = (fitting.trainer(fitting.config(layers=n)) for n in (1, 2))
     with Checkpoints(tmp_path / "c", small, RECORD) as checkpoints:
         checkpoints.about = {"config": {**_as_dict(large)}, "data": RECORD}
         checkpoints.save(3, small.init())
@@ -136,7 +136,7 @@ def _as_dict(trainer: Trainer) -> dict:
 @pytest.mark.parametrize(("there", "here"), [({"tp": 4}, {}), ({}, {"tp": 4}), ({"tp": 2}, {"pp": 2, "tp": 4})])
 def test_vocabulary_padding_is_laid_out_anew(there, here, tmp_path):
     """B16 B12: 97 rows padded to 100, 97 or 104; every true row survives, padding is zero, each device has its part."""
-    first, second = (runs.trainer(runs.config(mesh, vocab=97)) for mesh in (there, here))
+    first, second = (fitting.trainer(fitting.config(mesh, vocab=97)) for mesh in (there, here))
     state = first.init()
     again = restored(saved(tmp_path / "c", first, state), second)
     before, after = (np.asarray(s.params["outer"]["wte"]) for s in (state, again))
@@ -148,14 +148,14 @@ def test_vocabulary_padding_is_laid_out_anew(there, here, tmp_path):
 
 def test_restored_table_is_split(tmp_path):
     """B12: after a restore onto tp4 each device holds 24 of the 96 rows."""
-    one, four = runs.trainer(runs.config(vocab=96)), runs.trainer(runs.config({"tp": 4}, vocab=96))
+    one, four = fitting.trainer(fitting.config(vocab=96)), fitting.trainer(fitting.config({"tp": 4}, vocab=96))
     again = restored(saved(tmp_path / "c", one, one.init()), four)
     assert [s.data.shape for s in again.params["outer"]["wte"].addressable_shards] == [(24, 32)] * 4
 
 
 def test_without_a_configuration(tmp_path):
     """B46: a checkpoint of eight devices opens on one, knowing its own configuration."""
-    eight = runs.trainer(runs.config({"pp": 2, "dp": 2, "tp": 2}))
+    eight = fitting.trainer(fitting.config({"pp": 2, "dp": 2, "tp": 2}))
     state = eight.init()
     folder = saved(tmp_path / "c", eight, state)
     trainer, again = from_checkpoint(folder, MeshConfig(), devices=jax.devices()[:1])
@@ -176,7 +176,7 @@ def test_without_a_configuration(tmp_path):
 
 def test_a_save_that_fails_is_an_error(tmp_path):
     """A run that could not save must not end well: the error of the background thread comes out."""
-    trainer = runs.trainer(runs.config(layers=1))
+    trainer = fitting.trainer(fitting.config(layers=1))
     (tmp_path / "file").write_text("in the way")
     with pytest.raises((SaveError, OSError)), Checkpoints(tmp_path / "file" / "c", trainer, RECORD) as checkpoints:
         checkpoints.save(1, trainer.init())
@@ -185,7 +185,7 @@ def test_a_save_that_fails_is_an_error(tmp_path):
 
 def test_no_room(tmp_path, monkeypatch):
     """A disk without room is found out before anything is written, with both numbers."""
-    trainer = runs.trainer(runs.config(layers=1))
+    trainer = fitting.trainer(fitting.config(layers=1))
     state = trainer.init()
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     with Checkpoints(tmp_path / "c", trainer, RECORD) as checkpoints:
@@ -197,7 +197,7 @@ def test_no_room(tmp_path, monkeypatch):
 
 
 def test_newest_are_kept(tmp_path):
-    trainer = runs.trainer(runs.config(layers=1, keep=2))
+    trainer = fitting.trainer(fitting.config(layers=1, keep=2))
     state = trainer.init()
     with Checkpoints(tmp_path / "c", trainer, RECORD) as checkpoints:
         for step in (1, 2, 3, 4):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import fitting
 import jax
 import numpy as np
 import pytest
 import reference
-import runs
 
 from jax5d.config import ConfigError
 from jax5d.train.generate import generate
@@ -26,7 +26,7 @@ def greedy(trainer: Trainer, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"pp": 2, "cp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=str)
 def test_greedy_is_the_plain_models_text(mesh):
     """B68: a prompt of 30 and 10 more tokens, past the 32 positions: the window slides."""
-    trainer = runs.trainer(runs.config(mesh, vocab=97))
+    trainer = fitting.trainer(fitting.config(mesh, vocab=97))
     prompt = [int(i) for i in np.random.default_rng(1).integers(0, 97, 30)]
     written = generate(trainer, trainer.init().params, prompt, 10, temperature=0.0)
     assert written.shape == (trainer.config.mesh.batch_shards, 40)
@@ -36,7 +36,7 @@ def test_greedy_is_the_plain_models_text(mesh):
 
 def test_long_prompt():
     """B68: a prompt longer than the window is continued from its last 32 tokens."""
-    trainer = runs.trainer(runs.config(vocab=97))
+    trainer = fitting.trainer(fitting.config(vocab=97))
     prompt = [int(i) for i in np.random.default_rng(2).integers(0, 97, 40)]
     written = generate(trainer, trainer.init().params, prompt, 2, temperature=0.0)
     assert written[0].tolist() == greedy(trainer, prompt, 2)
@@ -46,7 +46,7 @@ def test_padding_is_never_written():
     """B16: the padding rows of the table would win every draw, and are never drawn; the draw is the same on a mesh."""
     texts = []
     for mesh in ({"tp": 4}, {"pp": 2, "tp": 2}):
-        trainer = runs.trainer(runs.config(mesh, vocab=97))
+        trainer = fitting.trainer(fitting.config(mesh, vocab=97))
         params = trainer.init().params
         table = params["outer"]["wte"]
         loud = jax.device_put(np.asarray(table) + 100 * (np.arange(100) >= 97)[:, None], table.sharding)
@@ -59,6 +59,6 @@ def test_padding_is_never_written():
 
 @pytest.mark.parametrize(("prompt", "temperature", "word"), [([], 1, "prompt"), ([257], 1, "257"), ([1], -1, "-1")])
 def test_refusals(prompt, temperature, word):
-    trainer = runs.trainer(runs.config())
+    trainer = fitting.trainer(fitting.config())
     with pytest.raises(ConfigError, match=word):
         generate(trainer, None, prompt, 1, temperature=temperature)
