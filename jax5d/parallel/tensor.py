@@ -75,8 +75,8 @@ def embed_tokens(table: jax.Array, ids: jax.Array, boundary: Boundary, dtype: jn
 
     Returns:
         dtype [b, s_stream, d], the same on every pp device. Each device adds the rows it owns and zeros elsewhere:
-        `boundary.leave` over tp, then psum over pp, 2 (p-1)/p K bytes. Transpose: psum over tp or gather, none
-        over pp.
+        `boundary.leave` over tp, then psum over pp, 2 (p-1)/p K bytes. Transpose: that of `leave` (nothing, or an
+        all_gather over tp), and nothing over pp.
     """
     rows = table.shape[0]
     local = ids - vocab_start(rows)
