@@ -116,11 +116,6 @@ class Batches:
         """Epoch, from 0, of the first row of a step."""
         return step * self.global_batch // len(self.windows)
 
-    def host_batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-        """Inputs and labels, int32 [rows, S], of some rows of a step's global batch [B, S]."""
-        part = np.stack([self.windows[window] for window in self.rows(step)[rows]])
-        return {"inputs": part[:, :-1], "labels": part[:, 1:]}
-
     def grid(self, step: int) -> np.ndarray:
         """Windows int64 [M, B/M] of a step: microbatch m has the rows m*B/M to (m+1)*B/M."""
         return self.rows(step).reshape(self.microbatches, -1)

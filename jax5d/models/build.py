@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax5d.config import MeshConfig, ModelConfig, ParallelConfig
 from jax5d.layers.attention import SAVED, choose_attention
 from jax5d.layers.dropout import Place, site
+from jax5d.mesh import DATA_AXES
 from jax5d.models.transformer import Block, Transformer
 from jax5d.parallel.data import varying
 from jax5d.parallel.pipeline import Work
@@ -26,6 +27,11 @@ Tree = Any
 
 BATCH_SPEC = P(None, ("dp", "ep"), "cp")
 """Spec of a batch's arrays [microbatches, rows, sequence]."""
+
+
+def _merge(graph: Any, params: Tree) -> Any:
+    """The module of a graph with these parameters, which may be local shards: nnx does not check shapes."""
+    return nnx.merge(graph, nnx.State(params))
 
 
 @dataclass(frozen=True)
@@ -100,17 +106,16 @@ class Model:
             global_rows: rows of a microbatch over the whole mesh.
         """
         outer_graph, block_graph = self._graphs
-        merge = lambda graph, params: nnx.merge(graph, nnx.State(params))  # noqa: E731
 
         def embed(outer: Tree, m: jax.Array) -> jax.Array:
             ids = batch["inputs"][m]
             place = self._place(ids, m, global_rows)
             dtype = jnp.dtype(self.config.dtype)
-            return merge(outer_graph, outer).embed(ids, place, site(key, self.config.layers), dtype)
+            return _merge(outer_graph, outer).embed(ids, place, site(key, self.config.layers), dtype)
 
         def layer(x: jax.Array, scanned: tuple[Tree, jax.Array], place: Place) -> tuple[jax.Array, Tree]:
             params, index = scanned
-            x, losses, stats = merge(block_graph, params)(x, place, jax.random.fold_in(key, index))
+            x, losses, stats = _merge(block_graph, params)(x, place, jax.random.fold_in(key, index))
             return x, (losses, stats)
 
         def stage(blocks: Tree, x: jax.Array, m: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree]:
@@ -123,13 +128,13 @@ class Model:
             return (x, losses), stats
 
         def head(outer: Tree, y: jax.Array, m: jax.Array) -> jax.Array:
-            return merge(outer_graph, outer).loss(y, batch["labels"][m], self.parallel.loss_chunks)
+            return _merge(outer_graph, outer).loss(y, batch["labels"][m], self.parallel.loss_chunks)
 
         return Work(embed, stage, head)
 
     def next_token(self, outer: Tree, y: jax.Array, at: jax.Array, noise: jax.Array) -> jax.Array:
         """The most likely id with `noise` added to the logits; see `Vocabulary.next_token`."""
-        return nnx.merge(self._graphs[0], nnx.State(outer)).next_token(y, at, noise)
+        return _merge(self._graphs[0], outer).next_token(y, at, noise)
 
     def _recompute(self, body: Any) -> Any:
         """The policy on a block. Under "full" the attention's sum over tp is kept, so no collective of it repeats."""
@@ -147,7 +152,7 @@ class Model:
         _, b, s = batch["inputs"].shape
         split = self.boundary.split(jnp.arange(s)).shape[0]
         zeros = jnp.zeros((b, split, self.config.d_model), jnp.dtype(self.config.dtype))
-        return varying(zeros, ("pp", "dp", "ep", "cp", *self.boundary.axes))
+        return varying(zeros, ("pp", *DATA_AXES, *self.boundary.axes))
 
     def loss_weights(self) -> dict[str, float]:
         """Weights of the stage's losses in the objective; empty for a dense model."""

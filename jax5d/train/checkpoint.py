@@ -188,8 +188,13 @@ def from_checkpoint(
 
 def config_from(values: dict[str, Any]) -> RunConfig:
     """A configuration from nested plain values, as `dataclasses.asdict` gives them."""
-    groups = {"mesh": MeshConfig, "model": ModelConfig, "parallel": ParallelConfig, "train": TrainConfig}
-    groups["data"] = DataConfig
+    groups = {
+        "mesh": MeshConfig,
+        "model": ModelConfig,
+        "parallel": ParallelConfig,
+        "train": TrainConfig,
+        "data": DataConfig,
+    }
     return RunConfig(**{k: groups[k](**v) if k in groups else v for k, v in values.items()})
 
 

@@ -17,7 +17,7 @@ from jax5d.config import RunConfig
 from jax5d.costs.flops import flops_per_token, peak_flops
 from jax5d.data.batches import Batches, Windows, check_enough, evaluation_batches, stream
 from jax5d.data.tokens import TokenFile
-from jax5d.train.checkpoint import Checkpoints, check_resume, newest, read_about
+from jax5d.train.checkpoint import Checkpoints, check_resume, read_about
 from jax5d.train.metrics import MetricsLog, jsonable, read_metrics
 from jax5d.train.signals import Stopped, StopRequest
 from jax5d.train.step import Trainer, TrainState
@@ -86,9 +86,10 @@ def fit(trainer: Trainer, data: Data, folder: Path, console: Console) -> Run:
         Stopped: SIGINT or SIGTERM came; the state is saved.
         FloatingPointError: the loss or the gradient is not finite; checkpoints before it are kept.
     """
-    check_resume(folder / "checkpoints", trainer.config, data.record)
+    saved = check_resume(folder / "checkpoints", trainer.config, data.record)
+    start = saved or 0
     with Checkpoints(folder / "checkpoints", trainer, data.record) as checkpoints:
-        state, start = _begin(checkpoints, trainer, console)
+        state = trainer.init() if saved is None else _go_on(checkpoints, saved, console)
         with MetricsLog(folder, start) as log, StopRequest() as stop, _progress(console) as bar:
             state = _Loop(trainer, data, checkpoints, log, stop, bar).run(state, start)
             checkpoints.finish()
@@ -98,17 +99,15 @@ def fit(trainer: Trainer, data: Data, folder: Path, console: Console) -> Run:
     return Run(state, loss, records)
 
 
-def _begin(checkpoints: Checkpoints, trainer: Trainer, console: Console) -> tuple[TrainState, int]:
-    """The newest saved state and its step, or a new one."""
-    step = newest(checkpoints.folder)
-    if step is None:
-        return trainer.init(), 0
-    before, steps = read_about(checkpoints.folder, step)["config"]["train"]["steps"], trainer.config.train.steps
+def _go_on(checkpoints: Checkpoints, step: int, console: Console) -> TrainState:
+    """The state saved at `step`; says so, and where the run now ends at another step."""
+    before = read_about(checkpoints.folder, step)["config"]["train"]["steps"]
+    steps = checkpoints.trainer.config.train.steps
     if before != steps:
         text = f"train.steps was {before} and is now {steps}: the learning rate now decays to step {steps}"
         console.print(text, style="yellow", highlight=False)
     console.print(f"going on from step {step} in {checkpoints.folder}", highlight=False, markup=False, soft_wrap=True)
-    return checkpoints.restore(step), step
+    return checkpoints.restore(step)
 
 
 def _progress(console: Console) -> Progress:

@@ -1,0 +1,58 @@
+"""Parameters, bytes and FLOPs by formula, against published and hand-counted numbers."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jax5d.config import PRESETS
+from jax5d.costs.flops import active_parameters, flops_per_token, peak_flops
+from jax5d.costs.memory import state_bytes
+from jax5d.costs.parameters import count, leaves
+from jax5d.measure.memory import bytes_on_device
+from jax5d.mesh import make_mesh
+from jax5d.train.step import Trainer
+
+
+@pytest.mark.parametrize(("layers", "parameters"), [(4, 54_976), (5, 67_680), (6, 80_384)])
+def test_tiny_gpt2(layers, parameters):
+    """B01 B13: the counts that the reports give."""
+    assert count(tiny.config(layers=layers).model) == parameters
+
+
+@pytest.mark.parametrize(("name", "millions"), [("gpt2", 124), ("gpt2-medium", 355), ("gpt2-large", 774)])
+def test_published_sizes(name, millions):
+    """N = h v + h s + L (12 h^2 + 13 h) + 2 h, and the sizes that the models go by."""
+    m = PRESETS[name]
+    h = m.d_model
+    assert count(m) == h * m.vocab + h * m.context + m.layers * (12 * h * h + 13 * h) + 2 * h
+    assert round(count(m) / 1e6) == millions
+
+
+def test_experts_that_a_token_meets():
+    """Of four experts of 2 x 32 x 128 weights a token meets two, in each of four layers."""
+    model = tiny.config(moe=True).model
+    assert count(model) - active_parameters(model) == 4 * 2 * (2 * 32 * 128)
+    dense = tiny.config().model
+    assert flops_per_token(dense, 32) == 6 * 54_976 + 12 * 4 * 32 * 32
+
+
+@pytest.mark.parametrize("mesh", [{}, {"pp": 2, "tp": 2}, {"ep": 2, "tp": 2}], ids=tiny.name)
+def test_leaves_and_state_are_the_arrays(mesh):
+    """Shapes, splits and bytes by formula are those of the arrays that a trainer makes; 97 rows are padded."""
+    run = tiny.config(mesh, moe=True, vocab=97, optimizer="adamw")
+    trainer = Trainer.create(run, mesh=make_mesh(run.mesh, jax.devices()[: run.mesh.size]))
+    state = trainer.init()
+    found = sorted((x.shape, int(np.prod(x.addressable_shards[0].data.shape))) for x in jax.tree.leaves(state.params))
+    assert found == sorted((x.shape, x.local_size(run.mesh)) for x in leaves(run.model, run.mesh))
+    assert bytes_on_device(state, jax.devices()[0]) == state_bytes(run)
+    padding = state.params["outer"]["wte"].shape[0] - 97
+    assert count(run.model) == sum(x.size for x in jax.tree.leaves(state.params)) - padding * 32
+
+
+def test_peak_flops():
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("cpu") is None
