@@ -117,10 +117,24 @@ class ParallelConfig:
     """Pipeline schedule: all forwards then all backwards, or one forward one backward."""
     microbatches: int = 1
     """Pieces of the global batch that a step accumulates over."""
-    remat: Literal["none", "full"] = "none"
-    """Recomputation: keep every activation, or keep each layer's input and recompute the layer."""
+    remat: Literal["none", "selective", "full"] = "none"
+    """Recomputation in the backward pass: of nothing, of attention only, or of whole layers from their inputs."""
+    save: tuple[Literal["attention_sum", "qkv", "mlp_in"], ...] = ("attention_sum",)
+    """Values of a layer that remat=full saves beside its input: attention's sum over tp (so that it is not sent again),
+    queries, keys and values, the MLP's hidden values before the activation."""
     loss_chunks: int = 1
     """Pieces of a microbatch's tokens for which logits exist at one time."""
+    reduction: Literal["overlap", "leaf", "bucket", "single"] = "overlap"
+    """When and how gradients are summed over replicas: layer by layer under the backward pass; or after it, array by
+    array, in buckets, or in one buffer."""
+    bucket_mb: float = 25.0
+    """Size of a bucket, in 10^6 bytes, for reduction=bucket."""
+    all_reduce: Literal["psum", "ring", "two_way_ring", "two_level"] = "psum"
+    """XLA's all-reduce, or one written with ppermute: a ring, two rings at once, or rings inside and across hosts."""
+    inner: int = 1
+    """Devices of a host, for all_reduce=two_level: neighbours along the axes that gradients are summed over."""
+    accumulate: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which gradients are added up over microbatches and summed over replicas."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +250,7 @@ def check(config: RunConfig) -> None:
         )
     check_layout(config)
     _check_batch(config)
+    _check_reduction(config)
 
 
 def _check_batch(config: RunConfig) -> None:
@@ -248,6 +263,18 @@ def _check_batch(config: RunConfig) -> None:
             f"{mesh.dp} x {mesh.ep} x {parallel.microbatches} = {pieces}; use {_near(train.global_batch, pieces)}, or "
             "other mesh.dp, mesh.ep or parallel.microbatches"
         )
+
+
+def _check_reduction(config: RunConfig) -> None:
+    """The pieces and rings of the gradients' sum."""
+    mesh, parallel = config.mesh, config.parallel
+    _at_least(1, parallel__inner=parallel.inner)
+    if not 0 < parallel.bucket_mb < math.inf:
+        raise ConfigError(f"parallel.bucket_mb={parallel.bucket_mb} is not a size above 0; give one such as 25")
+    if parallel.all_reduce == "two_level":
+        replicas = {"dp x cp": mesh.dp * mesh.cp} if config.model.experts else {}
+        for axes, size in {"dp x ep x cp": mesh.dp * mesh.ep * mesh.cp, **replicas}.items():
+            _divides("parallel.inner", parallel.inner, axes, size, "give a divisor of it")
 
 
 def check_layout(config: RunConfig) -> None:

@@ -16,6 +16,7 @@ from tiny import assert_close, assert_shards, batch, config, host, ids, name, pu
 
 from jax5d.config import MeshConfig, RunConfig
 from jax5d.mesh import make_mesh
+from jax5d.parallel import stack
 from jax5d.parallel.context import Draw, ring_attention
 from jax5d.parallel.data import diverge
 from jax5d.parallel.random import keep
@@ -71,7 +72,7 @@ def final_stream(run: RunConfig, params: Any) -> np.ndarray:
     def body(params: Any, data: dict[str, jax.Array]) -> jax.Array:
         own = diverge(params, proof.specs.params, ())
         work = proof.model.work(data, jax.random.key(0), 8)
-        (y, _), _ = work.stage(own["blocks"], work.embed(own["outer"], jnp.int32(0)), jnp.int32(0))
+        (y, _), _ = stack.run(work.layer, own["blocks"], work.embed(own["outer"], jnp.int32(0)), jnp.int32(0))
         return lax.psum(y, ("pp", "dp", "ep", "cp"))  # one device
 
     specs = (proof.specs.params, P())

@@ -34,7 +34,7 @@ from tiny import reference_gradients as plain
 
 from jax5d.config import MeshConfig
 from jax5d.mesh import make_mesh
-from jax5d.parallel.data import diverge, global_norm, reduce
+from jax5d.parallel.data import diverge, global_norm, reduction_axes
 
 NORM_MESHES = [{}, {"dp": 8}, {"tp": 4}, {"pp": 4}, {"pp": 2, "dp": 2, "tp": 2}]
 
@@ -68,7 +68,7 @@ def per_device(loss: Any, check_vma: bool) -> Any:
 
     def body(params: dict, data: jax.Array) -> tuple[dict, dict]:
         own = jax.grad(loss)(diverge(params, spec, ()), data)
-        total = reduce(own, spec, ())
+        total = jax.tree.map(lambda s, g: lax.psum(g, reduction_axes(s, ())), spec, own, is_leaf=is_spec)
         return total, jax.tree.map(lambda g: jnp.expand_dims(g, 0), own)
 
     mesh = make_mesh(MeshConfig(dp=2), jax.devices()[:2])

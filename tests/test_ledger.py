@@ -93,9 +93,12 @@ FIVE = {"pp": 2, "dp": 2, "ep": 2, "cp": 2, "tp": 2}
 
 STEPS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({}, {"microbatches": 2}),
-    ({"dp": 4}, {"remat": "full"}),
-    ({"ep": 2}, {"microbatches": 2, "sequence": True}),
-    ({"cp": 4}, {"microbatches": 2, "remat": "full", "loss_chunks": 3}),
+    ({"dp": 4}, {"remat": "full", "reduction": "leaf"}),
+    ({"ep": 2}, {"microbatches": 2, "sequence": True, "reduction": "single", "accumulate": "bfloat16"}),
+    ({"cp": 4}, {"microbatches": 2, "remat": "full", "loss_chunks": 3, "all_reduce": "ring"}),
+    ({"cp": 2}, {"remat": "selective", "all_reduce": "two_way_ring", "reduction": "bucket", "bucket_mb": 0.05}),
+    ({"dp": 2, "cp": 2}, {"all_reduce": "two_level", "inner": 2}),
+    ({"tp": 2, "dp": 2}, {"remat": "full", "save": ("qkv", "mlp_in"), "reduction": "bucket", "bucket_mb": 0.05}),
     ({"tp": 2}, {"microbatches": 2}),
     ({"tp": 4}, {"sequence": True, "remat": "full", "dtype": "bfloat16"}),
     ({"pp": 4}, {"microbatches": 2, "schedule": "afab"}),
@@ -121,11 +124,21 @@ def test_step_with_capacity_equals_theory() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_one_reduction_for_each_leaf_and_step(microbatches: int) -> None:
-    """dp 2: 16 leaves, 54976 floats together, loss and token count, whatever M; 2 x 1/2 of it on the wire."""
-    payload = 4 * 54976 + 8
-    assert of_step(config({"dp": 2}, microbatches=microbatches)) == [
-        Collective("psum", ("dp",), 16 + 2, payload, Fraction(payload))
+@pytest.mark.parametrize(
+    ("options", "sums"),
+    [({}, 4 + 4 * 12), ({"reduction": "leaf"}, 16), ({"reduction": "bucket", "bucket_mb": 0.05}, 5 + 1 + 1)],
+    ids=["overlap", "leaf", "bucket"],
+)
+def test_one_reduction_a_step(options: dict[str, Any], sums: int, microbatches: int) -> None:
+    """dp 2: 54976 floats are summed once, whatever M; 2 x 1/2 of their bytes on the wire.
+
+    16 leaves, 12 of them in each of 4 layers. 53120 floats are of leaves split over pp and tp, in 5 buckets of at most
+    12500; 768 of leaves split over pp; positions and the final norm, 1088, are summed over pp too. Beside them loss and
+    token count, and two squares for each of these three sets for the gradients' noise.
+    """
+    payload = 4 * 54976 + 2 * 4 + 3 * 8
+    assert of_step(config({"dp": 2}, microbatches=microbatches, **options)) == [
+        Collective("psum", ("dp",), sums + 2 + 3, payload, Fraction(payload))
     ]
 
 

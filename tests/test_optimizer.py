@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import chex
 import jax
@@ -18,7 +19,7 @@ from tiny import reference_gradients as plain
 from jax5d.config import MeshConfig, TrainConfig
 from jax5d.mesh import make_mesh
 from jax5d.parallel import pipeline
-from jax5d.parallel.data import clip_by_norm, diverge, global_norm, reduce, varying
+from jax5d.parallel.data import clip_by_norm, diverge, global_norm, varying
 from jax5d.parallel.schedules import SCHEDULES
 from jax5d.train.optimizer import learning_rate
 from jax5d.train.step import Trainer
@@ -63,21 +64,24 @@ def test_learning_rate_of_short_runs(warmup: int, steps: int, wanted: list[float
         assert float(schedule(100)) == pytest.approx(0.1)
 
 
-def accumulated(slopes: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+def accumulated(slopes: jax.Array, dtype: Any = jnp.float32, accumulate: Any = jnp.float32) -> jax.Array:
     """Gradient by w of the sum over microbatches m of slopes[m] w, through the executor; `slopes` is [M, n]."""
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
 
     def body(w: jax.Array, slopes: jax.Array) -> jax.Array:
-        outer, blocks = diverge({"w": w}, {"w": P()}, ()), {"k": varying(jnp.ones(1), ("pp", "dp", "ep", "cp"))}
+        k = varying(jnp.ones((1, 1)), ("pp", "dp", "ep", "cp"))
+        params = {"outer": diverge({"w": w}, {"w": P()}, ()), "blocks": {"k": k}}
         x = varying(jnp.zeros((1, 1, 1)), ("pp", "dp", "ep", "cp"))
         work = pipeline.Work(
             embed=lambda outer, m: x * jnp.sum(outer["w"]),
-            stage=lambda blocks, x, m: ((x * blocks["k"][None, None], {}), {}),
+            layer=lambda params, x, at: ((x * params["k"][None, None], {}), {}),
             head=lambda outer, y, m: jnp.sum((outer["w"].astype(dtype) * slopes[m]).astype(jnp.float32)),
         )
         table = SCHEDULES["1f1b"](1, slopes.shape[0])
-        result = pipeline.train(table, work, outer, blocks, x, jnp.float32(1), {})
-        return reduce(result.outer_grads, {"w": P()}, ())["w"]
+        result = pipeline.train(
+            table, work, params, x, jnp.float32(1), {}, accumulate=jnp.dtype(accumulate), reduce=lambda grads: grads
+        )
+        return lax.psum(result.outer_grads["w"], ("pp", "dp", "ep", "cp"))
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P())
     return jax.jit(mapped)(jnp.ones(slopes.shape[1]), slopes.astype(dtype))
@@ -98,6 +102,7 @@ def test_accumulation_keeps_small_contributions() -> None:
     """B73: 1, then 256 times 2^-9, of bfloat16 products: 1.5; a bfloat16 sum would stay at 1."""
     slopes = jnp.concatenate([jnp.ones((1, 1)), jnp.full((256, 1), 2.0**-9)])
     assert float(accumulated(slopes, jnp.bfloat16)[0]) == 1.5
+    assert float(accumulated(slopes, jnp.bfloat16, jnp.bfloat16)[0]) == 1.0  # what the option can do
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (1, 2), (1, 4), (1, 8), (2, 4)])
@@ -158,7 +163,7 @@ def test_reduction_over_ranks_is_float32() -> None:
         own = diverge({"w": jnp.float32(1)}, {"w": P()}, ())
         narrow = x.astype(jnp.bfloat16)
         grads = jax.grad(lambda p: jnp.sum(p["w"].astype(jnp.bfloat16) * narrow).astype(jnp.float32))(own)
-        return reduce(jax.tree.map(lambda g: lax.convert_element_type(g, jnp.float32), grads), {"w": P()}, ())["w"]
+        return lax.psum(grads["w"].astype(jnp.float32), ("pp", "dp", "ep", "cp"))
 
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P()))
     assert float(mapped(jnp.array([256.0, *[1.0] * 7]))) == 263

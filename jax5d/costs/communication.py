@@ -15,7 +15,7 @@ from math import ceil, prod
 
 from jax5d.config import AXES, RunConfig
 from jax5d.costs.collectives import Collective, merge, wire_bytes
-from jax5d.costs.parameters import FLOAT32, INT32, Leaf, leaves
+from jax5d.costs.parameters import BYTES, FLOAT32, INT32, Axes, Leaf, leaves
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StepTraffic:
     @cached_property
     def width(self) -> int:
         """Bytes of one computed element."""
-        return 2 if self.config.model.dtype == "bfloat16" else 4
+        return BYTES[self.config.model.dtype]
 
     @cached_property
     def ticks(self) -> int:
@@ -135,7 +135,7 @@ class StepTraffic:
         count = self.ticks * m.layers // self.config.mesh.pp
         yield from self._enter(d, self.ticks)  # embedding: the transpose of its sum
         yield from self._share(self.ticks)
-        yield from self._send(self.ticks)
+        yield from self._send(self.ticks - 1)  # what the last tick hands on, nobody waits for
         yield from self._enter(d, 2 * count)  # the transpose of `leave`
         yield from self._sum(d, 2 * count)  # the transpose of `enter`
         yield from self._ring(self.width, count)
@@ -143,15 +143,24 @@ class StepTraffic:
         if m.experts:
             yield from self._exchange(2 * count)
             yield from self._sum(m.top_k * FLOAT32, count)  # gradient of the gates
-        if self.config.parallel.remat == "full":
+        yield from self._recomputed(count)
+
+    def _recomputed(self, count: int) -> Iterator[Collective]:
+        """What is sent again because the value that it made was not kept."""
+        parallel, d = self.config.parallel, self.config.model.d_model * self.width
+        if parallel.remat == "selective":
+            yield from self._ring(self.width, count)
+        if parallel.remat == "full":
             yield from self._layers_forward(count)
+            if "attention_sum" not in parallel.save:
+                yield from self._sum(d, count)
 
     def _once(self) -> Iterator[Collective]:
-        """Once a step: each gradient leaf reduced, and scalars."""
+        """Once a step: the gradients reduced, and scalars."""
         m = self.config.model
         every = leaves(m, self.config.mesh)
-        for leaf in every:
-            yield from self._of("psum", self._reduced(leaf), leaf.local_size(self.config.mesh) * FLOAT32, 1)
+        yield from self._reduction(every)
+        yield from self._noise(every)
         for axes in {leaf.axes for leaf in every}:
             yield from self._of("psum", axes, FLOAT32, 1)  # the norm
         yield from self._of("psum", ("dp", "ep", "cp"), INT32, 1)  # valid tokens
@@ -161,5 +170,47 @@ class StepTraffic:
             yield from self._of("psum", ("pp",), m.experts * INT32, 1)  # load
             yield from self._of("psum", AXES, INT32, 1)  # dropped tokens
 
-    def _reduced(self, leaf: Leaf) -> tuple[str, ...]:
+    def _reduction(self, every: list[Leaf]) -> Iterator[Collective]:
+        """Gradients in the pieces of `parallel.reduction`."""
+        parallel, mesh = self.config.parallel, self.config.mesh
+        groups: dict[tuple[Axes, Axes], int] = {}
+        for leaf in every:
+            axes, size = self._reduced(leaf), leaf.local_size(mesh)
+            groups[axes, leaf.axes] = groups.get((axes, leaf.axes), 0) + size
+            layers = self.config.model.layers // mesh.pp if leaf.name.startswith("blocks.") else 1
+            if parallel.reduction == "overlap":
+                yield from self._all_reduce(axes, size // layers, layers)
+            elif parallel.reduction == "leaf":
+                yield from self._all_reduce(axes, size, 1)
+        width = BYTES[parallel.accumulate]
+        for (axes, _), size in groups.items() if parallel.reduction in ("bucket", "single") else ():
+            bucket = size if parallel.reduction == "single" else max(1, int(parallel.bucket_mb * 1e6 / width))
+            yield from self._all_reduce(axes, bucket, size // bucket)
+            yield from self._all_reduce(axes, size % bucket, 1 if size % bucket else 0)
+
+    def _all_reduce(self, axes: Axes, size: int, count: int) -> Iterator[Collective]:
+        """`count` sums of `size` elements each: psum, or 2 (n-1) steps of a ring with a chunk in each."""
+        parallel = self.config.parallel
+        width, n = BYTES[parallel.accumulate], prod(getattr(self.config.mesh, a) for a in axes)
+        hosts = n // parallel.inner
+        chunk = ceil(size / n)
+        if parallel.all_reduce == "psum":
+            yield from self._of("psum", axes, size * width, count)
+        elif parallel.all_reduce == "ring":
+            yield from self._of("ppermute", axes, chunk * width, count * 2 * (n - 1))
+        elif parallel.all_reduce == "two_way_ring":
+            yield from self._of("ppermute", axes, ceil(size / (2 * n)) * width, count * 4 * (n - 1))
+        else:
+            yield from self._of("ppermute", axes, hosts * chunk * width, count * 2 * (parallel.inner - 1))
+            yield from self._of("ppermute", axes, chunk * width, count * 2 * (hosts - 1))
+
+    def _noise(self, every: list[Leaf]) -> Iterator[Collective]:
+        """Two squares for each set of axes over which replicas of whole sequences are summed."""
+        sizes = vars(self.config.mesh)
+        for reduced, split in {(self._reduced(leaf), leaf.axes) for leaf in every}:
+            large = {a for a in reduced if sizes[a] > 1}
+            if large and large <= {"dp", "ep"}:
+                yield from self._of("psum", (*reduced, *split), 2 * FLOAT32, 1)
+
+    def _reduced(self, leaf: Leaf) -> Axes:
         return tuple(a for a in ("pp", *self._token_axes) if a not in leaf.axes)

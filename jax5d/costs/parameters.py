@@ -12,8 +12,10 @@ from jax5d.config import MeshConfig, ModelConfig
 
 Axes = tuple[str, ...]
 
-FLOAT32 = INT32 = 4
+BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element."""
+
+FLOAT32, INT32 = BYTES["float32"], BYTES["int32"]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Shapes: b batch, s sequence (this context shard), d d_model, n heads (local), h 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,15 @@ def choose_attention(platform: str, context_shards: int, dropout: float, dtype: 
     """cuDNN where it computes the same thing (a GPU, one context shard, 16-bit, no dropout), else our own ring."""
     fused = platform in ("gpu", "cuda") and context_shards == 1 and not dropout and dtype == "bfloat16"
     return cudnn_attention if fused else ring_attention
+
+
+def recomputed(attend: Attend) -> Attend:
+    """`attend`, computed again in the backward pass from q, k, v. Korthikanti et al., arXiv:2205.05198, section 5."""
+
+    def again(q: jax.Array, k: jax.Array, v: jax.Array, draw: Draw, *, rate: float) -> jax.Array:
+        return jax.checkpoint(partial(attend, rate=rate), prevent_cse=False)(q, k, v, draw)
+
+    return again
 
 
 class Attention(nnx.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_policies
 from jax.sharding import PartitionSpec as P
 
 from jax5d.config import MeshConfig, ModelConfig, ParallelConfig
-from jax5d.layers.attention import SAVED, choose_attention
+from jax5d.layers.attention import choose_attention, recomputed
 from jax5d.layers.dropout import Place, site
 from jax5d.mesh import DATA_AXES
 from jax5d.models.transformer import Block, Transformer
@@ -67,7 +67,8 @@ class Model:
     @property
     def _attend(self) -> Any:
         c = self.config
-        return choose_attention(self.platform, self.mesh.cp, c.dropout, c.dtype)
+        attend = choose_attention(self.platform, self.mesh.cp, c.dropout, c.dtype)
+        return recomputed(attend) if self.parallel.remat == "selective" else attend
 
     def init(self, key: jax.Array) -> Tree:
         """Parameters at full shape, float32; values depend on the key alone. Call under jit with out_shardings."""
@@ -113,34 +114,28 @@ class Model:
             dtype = jnp.dtype(self.config.dtype)
             return _merge(outer_graph, outer).embed(ids, place, site(key, self.config.layers), dtype)
 
-        def layer(x: jax.Array, scanned: tuple[Tree, jax.Array], place: Place) -> tuple[jax.Array, Tree]:
-            params, index = scanned
-            x, losses, stats = _merge(block_graph, params)(x, place, jax.random.fold_in(key, index))
-            return x, (losses, stats)
-
-        def stage(blocks: Tree, x: jax.Array, m: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree]:
-            local = jax.tree.leaves(blocks)[0].shape[0]
-            index = lax.axis_index("pp") * local + jnp.arange(local)
+        def layer(params: Tree, x: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, Tree], Tree]:
+            m, index = at
+            block = _merge(block_graph, params)
             place = self._place(batch["inputs"][m], m, global_rows)
-            body = self._recompute(partial(layer, place=place))
-            x, per_layer = lax.scan(body, x, (blocks, index))
-            losses, stats = jax.tree.map(lambda v: jnp.sum(v, axis=0), per_layer)
+            x, losses, stats = block(x, place, jax.random.fold_in(key, index))
             return (x, losses), stats
 
         def head(outer: Tree, y: jax.Array, m: jax.Array) -> jax.Array:
             return _merge(outer_graph, outer).loss(y, batch["labels"][m], self.parallel.loss_chunks)
 
-        return Work(embed, stage, head)
+        return Work(embed, self._recompute(layer), head)
 
     def next_token(self, outer: Tree, y: jax.Array, at: jax.Array, noise: jax.Array) -> jax.Array:
         """The most likely id with `noise` added to the logits; see `Vocabulary.next_token`."""
         return _merge(self._graphs[0], outer).next_token(y, at, noise)
 
-    def _recompute(self, body: Any) -> Any:
-        """The policy on a block. Under "full" the attention's sum over tp is kept, so no collective of it repeats."""
-        if self.parallel.remat == "none":
-            return body
-        return jax.checkpoint(body, policy=checkpoint_policies.save_only_these_names(SAVED), prevent_cse=False)
+    def _recompute(self, layer: Any) -> Any:
+        """A layer under the policy for its backward pass. Selective recomputation is attention's own."""
+        if self.parallel.remat != "full":
+            return layer
+        policy = checkpoint_policies.save_only_these_names(*self.parallel.save)
+        return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
     def _place(self, ids: jax.Array, m: jax.Array, global_rows: int) -> Place:
         b, s = ids.shape

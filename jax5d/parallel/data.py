@@ -2,8 +2,9 @@
 
 Before differentiating, every parameter is cast to *varying* over the axes whose devices hold different tokens or
 different layers. Each device then has a copy of its own, and the derivative of a copy needs no communication.
-Afterwards each gradient leaf is summed over those axes that its spec does not name: once per optimizer step. Tied
-weights, norms under sequence parallelism and routers need no rule of their own.
+Afterwards each gradient leaf is summed over those axes that its spec does not name: once per optimizer step, in the
+pieces that `jax5d.parallel.reduction` makes. Tied weights, norms under sequence parallelism and routers need no rule of
+their own.
 
 Without the cast, JAX would place the sum where the parameter is used, inside the loop over microbatches.
 """
@@ -51,16 +52,9 @@ def diverge(params: Tree, specs: Tree, token_axes: tuple[str, ...]) -> Tree:
     return jax.tree.map(lambda s, p: varying(p, reduction_axes(s, token_axes)), specs, params, is_leaf=is_spec)
 
 
-def reduce(grads: Tree, specs: Tree, token_axes: tuple[str, ...]) -> Tree:
-    """Sum each gradient leaf over the axes along which its parameter is replicated.
-
-    Transpose: `diverge`. Bytes per device and leaf of K bytes, over n devices: 2 (n-1)/n K.
-    """
-
-    def leaf(spec: P, grad: jax.Array) -> jax.Array:
-        return lax.psum(grad, reduction_axes(spec, token_axes))
-
-    return jax.tree.map(leaf, specs, grads, is_leaf=is_spec)
+def squares(tree: Tree) -> Tree:
+    """Each leaf's sum of squares, float32 []. Bytes: 0."""
+    return jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree)
 
 
 def sum_over_shards(x: jax.Array) -> jax.Array:
@@ -78,14 +72,13 @@ def global_norm(tree: Tree, specs: Tree) -> jax.Array:
 
     Leaves that are split over the same axes are summed together: one psum of 4 bytes for each such set of axes.
     """
-    squares: dict[tuple[str, ...], jax.Array] = {}
+    sums: dict[tuple[str, ...], jax.Array] = {}
     leaves = zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(tree), strict=True)
     for spec, leaf in leaves:
         axes = spec_axes(spec)
-        square = jnp.sum(jnp.square(leaf.astype(jnp.float32)))
-        squares[axes] = squares.get(axes, jnp.zeros(())) + square
+        sums[axes] = sums.get(axes, jnp.zeros(())) + squares(leaf)
     total = jnp.zeros(())
-    for axes, square in squares.items():
+    for axes, square in sums.items():
         total = total + (lax.psum(square, axes) if axes else square)
     return jnp.sqrt(total)
 

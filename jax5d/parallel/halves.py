@@ -19,8 +19,8 @@ Tree = Any
 class Halves(NamedTuple):
     """forward(params, x, m) -> (out, stats, saved); backward(params, m, saved, d_out) -> (d_params, d_x)."""
 
-    forward: Callable[[Tree, jax.Array, jax.Array], tuple[Tree, Tree, list[jax.Array]]]
-    backward: Callable[[Tree, jax.Array, list[jax.Array], Tree], tuple[Tree, jax.Array]]
+    forward: Callable[[Tree, jax.Array, Tree], tuple[Tree, Tree, list[jax.Array]]]
+    backward: Callable[[Tree, Tree, list[jax.Array], Tree], tuple[Tree, jax.Array]]
     out: Tree
     """Types of `out`, with their varying axes."""
     stats: Tree
@@ -29,7 +29,7 @@ class Halves(NamedTuple):
     """Types of the values that must be kept between the halves."""
 
 
-def halve(function: Callable[..., tuple[Tree, Tree]], params: Tree, x: jax.Array, m: jax.Array) -> Halves:
+def halve(function: Callable[..., tuple[Tree, Tree]], params: Tree, x: jax.Array, m: Tree) -> Halves:
     """Split `function(params, x, m) -> (out, stats)` at its saved values.
 
     Args:
@@ -38,7 +38,7 @@ def halve(function: Callable[..., tuple[Tree, Tree]], params: Tree, x: jax.Array
     """
     trees: dict[str, Any] = {}
 
-    def whole(params: Tree, x: jax.Array, m: jax.Array) -> list[jax.Array]:
+    def whole(params: Tree, x: jax.Array, m: Tree) -> list[jax.Array]:
         out, vjp, stats = jax.vjp(lambda p, x: function(p, x, m), params, x, has_aux=True)
         leaves, trees["vjp"] = jax.tree.flatten(vjp)
         results, trees["results"] = jax.tree.flatten((out, stats))
@@ -53,12 +53,12 @@ def halve(function: Callable[..., tuple[Tree, Tree]], params: Tree, x: jax.Array
     run_forward = _outputs(closed, [*range(count), *kept])
     run_again = _outputs(closed, again)
 
-    def forward(params: Tree, x: jax.Array, m: jax.Array) -> tuple[Tree, Tree, list[jax.Array]]:
+    def forward(params: Tree, x: jax.Array, m: Tree) -> tuple[Tree, Tree, list[jax.Array]]:
         values = run_forward(*jax.tree.leaves((params, x, m)))
         out, stats = jax.tree.unflatten(trees["results"], values[:count])
         return out, stats, values[count:]
 
-    def backward(params: Tree, m: jax.Array, saved: list[jax.Array], d_out: Tree) -> tuple[Tree, jax.Array]:
+    def backward(params: Tree, m: Tree, saved: list[jax.Array], d_out: Tree) -> tuple[Tree, jax.Array]:
         fresh = run_again(*jax.tree.leaves((params, x, m)))  # reads no x: every output that does is in `saved`
         leaves = dict(zip([*kept, *again], [*saved, *fresh], strict=True))
         vjp = jax.tree.unflatten(trees["vjp"], [leaves[i] for i in range(count, total)])

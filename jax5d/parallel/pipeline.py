@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax5d.parallel.data import varying
-from jax5d.parallel.halves import Halves, halve
-from jax5d.parallel.schedules import Table, Tick
+from jax5d.parallel.schedules import Table, Tick, phases
+from jax5d.parallel.stack import Back, Layer, Reduce, Stack, run
 
 Tree = Any
 
@@ -30,8 +31,8 @@ class Work:
 
     embed: Callable[[Tree, jax.Array], jax.Array]
     """(outer, m) -> x, the first stage's input, the same on all stages; linear in outer."""
-    stage: Callable[[Tree, jax.Array, jax.Array], tuple[tuple[jax.Array, Tree], Tree]]
-    """(blocks, x, m) -> ((y, losses), stats): this stage's layers."""
+    layer: Layer
+    """(params, x, (m, index)) -> ((y, losses), stats): one of the stage's layers."""
     head: Callable[[Tree, jax.Array, jax.Array], Tree]
     """(outer, y, m) -> a result that adds up over microbatches, from each stage's own copy of the last one's y."""
 
@@ -45,6 +46,8 @@ class Result:
     stats: Tree
     outer_grads: Tree = None
     block_grads: Tree = None
+    block_squares: Tree = None
+    """Each leaf's sum of squares before it was reduced, float32 []."""
 
 
 def _step_to(x: jax.Array, by: int) -> jax.Array:
@@ -85,6 +88,11 @@ def _add_where(valid: jax.Array, total: Tree, new: Tree) -> Tree:
     return jax.tree.map(lambda t, n: t + jnp.where(valid, n, 0).astype(t.dtype), total, new)
 
 
+def _add(total: Tree, new: Tree) -> Tree:
+    """Sum in the dtype of `total`."""
+    return jax.tree.map(lambda t, n: t + n.astype(t.dtype), total, new)
+
+
 def _put(ring: list[jax.Array], m: jax.Array, values: list[jax.Array]) -> list[jax.Array]:
     return [lax.dynamic_update_index_in_dim(r, v, m % r.shape[0], 0) for r, v in zip(ring, values, strict=True)]
 
@@ -101,14 +109,15 @@ def _rows(ticks: tuple[Tick, ...]) -> dict[str, jax.Array]:
 
 
 def _forward(
-    carry: dict, row: jax.Array, embed: Callable[..., jax.Array], run: Callable[..., tuple], params: tuple, count: int
+    carry: dict, row: jax.Array, embed: Callable[..., jax.Array], layers: Callable[..., tuple], outer: Tree, count: int
 ) -> dict:
     """Every stage's forward pass of one tick. `row` int32 [p]."""
-    outer, blocks = params
     m = row[lax.axis_index("pp")]
     real = jnp.clip(m, 0, count - 1)
-    x = jnp.where(_is_first(), embed(outer, jnp.clip(row[0], 0, count - 1)), carry["x"])
-    (y, losses), stats, saved = run(blocks, x, real)
+    with jax.named_scope("embed"):
+        x = jnp.where(_is_first(), embed(outer, jnp.clip(row[0], 0, count - 1)), carry["x"])
+    with jax.named_scope("layers"):
+        (y, losses), stats, saved = layers(x, real)
     valid = (m >= 0) & (m < count)
     return carry | {
         "x": _step_to(y, 1),
@@ -122,98 +131,130 @@ def _forward(
 def _head(carry: dict, m: jax.Array, work: Work, outer: Tree, scale: jax.Array) -> dict:
     """The head's loss of microbatch `m` and its gradient, on all stages together."""
     (y,) = _get(carry["y"], m)
-    loss, vjp = jax.vjp(lambda o, y: work.head(o, _from_last(y), m), outer, y)
-    d_outer, d_y = vjp(varying(scale, tuple(jax.typeof(loss).manual_axis_type.varying)))
-    return carry | {"head": carry["head"] + loss, "outer": jax.tree.map(jnp.add, carry["outer"], d_outer), "d_y": d_y}
+    with jax.named_scope("head"):
+        loss, vjp = jax.vjp(lambda o, y: work.head(o, _from_last(y), m), outer, y)
+        d_outer, d_y = vjp(varying(scale, tuple(jax.typeof(loss).manual_axis_type.varying)))
+    return carry | {"head": carry["head"] + loss, "outer": _add(carry["outer"], d_outer), "d_y": d_y}
+
+
+def _d_y(carry: dict, weights: Tree) -> tuple[jax.Array, Tree]:
+    """Derivatives of the objective by the stage's output, and by each of its losses."""
+    d_losses = jax.tree.map(
+        lambda w, loss: varying(jnp.asarray(w, loss.dtype), tuple(jax.typeof(loss).manual_axis_type.varying)),
+        weights,
+        carry["losses"],
+    )
+    return jnp.where(_is_last(), carry["d_y"], carry["d_x"]), d_losses
 
 
 def _backward(
-    carry: dict, row: jax.Array, work: Work, halves: Halves, params: tuple, count: int, weights: Tree
+    carry: dict, row: jax.Array, work: Work, outer: Tree, count: int, weights: Tree, layers: Callable[..., Back]
 ) -> dict:
     """Every stage's backward pass of one tick, and the embedding's for the microbatch that leaves stage 0."""
-    outer, blocks = params
     m = row[lax.axis_index("pp")]
-    real = jnp.clip(m, 0, count - 1)
-    d_y = jnp.where(_is_last(), carry["d_y"], carry["d_x"])
-    d_losses = jax.tree.map(
-        lambda w, kind: varying(jnp.asarray(w, kind.dtype), tuple(kind.manual_axis_type.varying)),
-        weights,
-        halves.out[1],
-    )
-    d_blocks, d_x = halves.backward(blocks, real, _get(carry["saved"], m), (d_y, d_losses))
     valid = (m >= 0) & (m < count)
+    d_losses = jax.tree.map(
+        lambda w, loss: varying(jnp.asarray(w, loss.dtype), tuple(jax.typeof(loss).manual_axis_type.varying)),
+        weights,
+        carry["losses"],
+    )
+    d = jnp.where(_is_last(), carry["d_y"], carry["d_x"]), d_losses
+    saved = _get(carry["saved"], m)
+    with jax.named_scope("layers"):
+        back = layers(jnp.clip(m, 0, count - 1), saved, d, partial(_add_where, valid), carry["blocks"])
     leaving = jnp.clip(row[0], 0, count - 1)
-    unembed = jax.linear_transpose(lambda o: jnp.where(_is_first(), work.embed(o, leaving), 0), outer)
-    (d_outer,) = unembed(jnp.where(valid & _is_first(), d_x, 0))
+    with jax.named_scope("embed"):
+        unembed = jax.linear_transpose(lambda o: jnp.where(_is_first(), work.embed(o, leaving), 0), outer)
+        (d_outer,) = unembed(jnp.where(valid & _is_first(), back.d_x, 0))
     return carry | {
-        "d_x": _step_to(d_x, -1),
-        "blocks": _add_where(valid, carry["blocks"], d_blocks),
-        "outer": jax.tree.map(jnp.add, carry["outer"], d_outer),
+        "d_x": _step_to(back.d_x, -1),
+        "blocks": back.grads,
+        "squares": back.squares,
+        "outer": _add(carry["outer"], d_outer),
     }
 
 
-def train(table: Table, work: Work, outer: Tree, blocks: Tree, x: jax.Array, scale: jax.Array, weights: Tree) -> Result:
+def train(
+    table: Table,
+    work: Work,
+    params: dict[str, Tree],
+    x: jax.Array,
+    scale: jax.Array,
+    weights: Tree,
+    *,
+    accumulate: jnp.dtype,
+    reduce: Reduce,
+) -> Result:
     """Loss and gradients of one step.
 
     Args:
         table: the schedule, for as many stages as pp has devices.
         work: the model in three parts.
-        outer, blocks: parameters outside the stages, and this stage's; already diverged.
+        params: already diverged; "outer" belongs to every stage, "blocks" is this stage's, stacked [layers, ...].
         x: zeros [b, s, d] of a stage's input, varying as it varies.
         scale: float32 [], derivative of the objective by the head's result.
         weights: derivative of the objective by each of the stage's losses.
+        accumulate: dtype of the sums of gradients over microbatches.
+        reduce: what becomes of each layer's gradients once the last microbatch is in them, while the layer before it
+            is at work: a reduction over other replicas, or nothing.
 
     Returns:
-        Sums over microbatches; gradients of this device's own copies, not yet reduced.
+        Sums over microbatches; gradients of this device's own copies, the blocks' as `reduce` leaves them.
     """
-    m = varying(jnp.int32(0), ("pp",))
-    halves = halve(work.stage, blocks, x, m)
-    every, last, params, count = range(table.stages), table.stages - 1, (outer, blocks), table.microbatches
+    outer, blocks, count = params["outer"], params["blocks"], table.microbatches
+    stack = Stack(work.layer, blocks, x, varying(jnp.int32(0), ("pp",)))
+    every, end = range(table.stages), range(table.stages - 1, table.stages)
+    (_, losses), stats, saved = _kinds(stack.forward, x, stack.m)
+    zeros = partial(jax.tree.map, lambda p: _zeros(jax.typeof(p).update(dtype=accumulate)))
     carry = {
         "x": x,
         "d_x": x,
         "d_y": x,
-        "y": [_zeros(jax.typeof(x), (table.slots(range(last, table.stages)),))],
-        "saved": [_zeros(kind, (table.slots(every),)) for kind in halves.saved],
+        "y": [_zeros(jax.typeof(x), (table.slots(end),))],
+        "saved": [_zeros(kind, (table.slots(every),)) for kind in saved],
         "head": _zeros(_kinds(work.head, outer, x, jnp.int32(0))),
-        "losses": jax.tree.map(_zeros, halves.out[1]),
-        "stats": jax.tree.map(_zeros, halves.stats),
-        "outer": jax.tree.map(jnp.zeros_like, outer),
-        "blocks": jax.tree.map(jnp.zeros_like, blocks),
+        "losses": jax.tree.map(_zeros, losses),
+        "stats": jax.tree.map(_zeros, stats),
+        "outer": zeros(outer),
+        "blocks": zeros(blocks),
+        "squares": (),
     }
 
-    def tick(carry: dict, row: dict[str, jax.Array]) -> tuple[dict, None]:
+    def tick(carry: dict, row: dict[str, jax.Array], backward: Callable[..., Back]) -> dict:
         if "forward" in row:
-            carry = _forward(carry, row["forward"], work.embed, halves.forward, params, count)
+            carry = _forward(carry, row["forward"], work.embed, stack.forward, outer, count)
         if "head" in row:
             carry = _head(carry, row["head"], work, outer, scale)
         if "backward" in row:
-            carry = _backward(carry, row["backward"], work, halves, params, count, weights)
-        return carry, None
+            carry = _backward(carry, row["backward"], work, outer, count, weights, backward)
+        return carry
 
-    for ticks in table.phases():
-        carry, _ = lax.scan(tick, carry, _rows(ticks))
-    return Result(carry["head"], carry["losses"], carry["stats"], carry["outer"], carry["blocks"])
+    for ticks in phases(table.ticks[:-1]):
+        carry, _ = lax.scan(lambda carry, row: (tick(carry, row, stack.backward), None), carry, _rows(ticks))
+    (last,) = jax.tree.map(lambda rows: rows[0], [_rows(table.ticks[-1:])])
+    carry = tick(carry, last, partial(stack.last_backward, reduce=reduce))
+    return Result(*(carry[name] for name in ("head", "losses", "stats", "outer", "blocks", "squares")))
 
 
-def evaluate(table: Table, work: Work, outer: Tree, blocks: Tree, x: jax.Array) -> Result:
+def evaluate(table: Table, work: Work, params: dict[str, Tree], x: jax.Array) -> Result:
     """The head's results, losses and statistics summed over microbatches, without gradients. Arguments: see `train`."""
 
-    def run(blocks: Tree, x: jax.Array, m: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree, list[jax.Array]]:
-        return *work.stage(blocks, x, m), []
+    def layers(x: jax.Array, m: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree, list[jax.Array]]:
+        return *run(work.layer, params["blocks"], x, m), []
 
-    (_, losses), stats, _ = _kinds(run, blocks, x, varying(jnp.int32(0), ("pp",)))
+    outer = params["outer"]
+    (_, losses), stats, _ = _kinds(layers, x, varying(jnp.int32(0), ("pp",)))
     head = _kinds(work.head, outer, x, jnp.int32(0))
     totals = {"head": head, "losses": losses, "stats": stats}
     carry = {"x": x, "y": [x[None]], "saved": [], **jax.tree.map(_zeros, totals)}
 
     def tick(carry: dict, row: dict[str, jax.Array]) -> tuple[dict, None]:
-        carry = _forward(carry, row["forward"], work.embed, run, (outer, blocks), table.microbatches)
+        carry = _forward(carry, row["forward"], work.embed, layers, outer, table.microbatches)
         if "head" in row:
             result = work.head(outer, _from_last(carry["y"][0][0]), row["head"])
             carry = carry | {"head": jax.tree.map(jnp.add, carry["head"], result)}
         return carry, None
 
-    for ticks in table.phases():
+    for ticks in phases(table.ticks):
         carry, _ = lax.scan(tick, carry, _rows(ticks))
     return Result(carry["head"], carry["losses"], carry["stats"])

@@ -33,14 +33,6 @@ class Table:
     microbatches: int
     ticks: tuple[Tick, ...]
 
-    def phases(self) -> Iterator[tuple[Tick, ...]]:
-        """Runs of ticks that do the same kinds of work; each is one loop of the executor."""
-
-        def kinds(tick: Tick) -> tuple[bool, ...]:
-            return tick.forward is not None, tick.head is not None, tick.backward is not None
-
-        return (tuple(run) for _, run in groupby(self.ticks, kinds))
-
     def slots(self, stages: range) -> int:
         """Fewest ring slots, at m mod slots, that keep a forward pass's result until the backward pass of `stages`."""
         return next(n for n in range(1, len(self.ticks) + 2) if all(self._kept(s, n) for s in stages))
@@ -54,6 +46,15 @@ class Table:
             if 0 <= m < self.microbatches and held.get(m % slots) != m:
                 return False
         return True
+
+
+def phases(ticks: tuple[Tick, ...]) -> Iterator[tuple[Tick, ...]]:
+    """Runs of ticks that do the same kinds of work; each is one loop of the executor."""
+
+    def kinds(tick: Tick) -> tuple[bool, ...]:
+        return tick.forward is not None, tick.head is not None, tick.backward is not None
+
+    return (tuple(run) for _, run in groupby(ticks, kinds))
 
 
 def _tick(

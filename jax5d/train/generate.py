@@ -6,6 +6,7 @@ Every new token is a forward pass over the whole window, without a cache: plain,
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -78,9 +79,7 @@ def _next_token(trainer: Trainer) -> Callable[..., jax.Array]:
 
         work = model.work(batch, jax.random.key(0), rows * trainer.config.mesh.batch_shards)
         table = forward_only(trainer.config.mesh.pp, 1)
-        zeros = model.stream_zeros(batch)
-        work = pipeline.Work(work.embed, work.stage, head)
-        return pipeline.evaluate(table, work, params["outer"], params["blocks"], zeros).head
+        return pipeline.evaluate(table, replace(work, head=head), params, model.stream_zeros(batch)).head
 
     specs = (trainer.specs.params, BATCH_SPEC, P(), P(), P())
     mapped = jax.shard_map(body, mesh=trainer.mesh, in_specs=specs, out_specs=P(("dp", "ep")), check_vma=True)

@@ -22,12 +22,15 @@ from jax5d.parallel.data import (
     diverge,
     global_norm,
     is_spec,
-    reduce,
+    squares,
     sum_over_shards,
     sum_over_varying,
 )
+from jax5d.parallel.noise import gradient_noise
+from jax5d.parallel.reduction import Reduction, make_reduction
 from jax5d.parallel.schedules import SCHEDULES, forward_only
 from jax5d.train.optimizer import learning_rate, make_optimizer
+from jax5d.train.scaling import Dynamic, Fixed, Scaling
 
 Tree = Any
 Batch = dict[str, jax.Array]
@@ -36,11 +39,13 @@ Batch = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything a step changes. `step` int32 [] is the number of updates done."""
+    """Everything a step changes. `step` int32 [] is the number of steps done."""
 
     step: jax.Array
     params: Tree
     opt_state: Tree
+    loss_scale: Tree = ()
+    """What dynamic loss scaling remembers; nothing without it."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +84,23 @@ class Trainer:
         opt_state = optax.tree.map_params(
             self.optimizer, lambda _, spec: spec, shapes, specs, transform_non_params=lambda _: P()
         )
-        return TrainState(cast(Any, P()), specs, opt_state)
+        scale = jax.tree.map(lambda _: P(), self.scaling.init())
+        return TrainState(cast(Any, P()), specs, opt_state, scale)
 
     @cached_property
     def shardings(self) -> TrainState:
         """NamedShardings of the state."""
         return jax.tree.map(partial(NamedSharding, self.mesh), self.specs, is_leaf=is_spec)
+
+    @property
+    def scaling(self) -> Scaling:
+        """What keeps small gradients from vanishing in float16."""
+        return Dynamic() if self.config.model.dtype == "float16" else Fixed()
+
+    @cached_property
+    def reduction(self) -> Reduction:
+        """How gradients are summed over replicas."""
+        return make_reduction(self.config.parallel, self.specs.params, self.model.boundary.axes)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -96,7 +112,7 @@ class Trainer:
 
         def create() -> TrainState:
             params = self.model.init(jax.random.key(self.config.seed))
-            return TrainState(jnp.int32(0), params, self.optimizer.init(params))
+            return TrainState(jnp.int32(0), params, self.optimizer.init(params), self.scaling.init())
 
         return jax.jit(create, out_shardings=self.shardings)()
 
@@ -129,11 +145,20 @@ class Trainer:
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         grads, metrics = self._gradients(state, batch)
         norm = global_norm(grads, self.specs.params)
-        grads = clip_by_norm(grads, norm, self.config.train.clip)
+        with jax.named_scope("optimizer"):
+            new, skipped = self._update(state, clip_by_norm(grads, norm, self.config.train.clip), norm)
+        rate = learning_rate(self.config.train)(self.scaling.updates(state.step, state.loss_scale))
+        return new, metrics | skipped | {"grad_norm": norm, "learning_rate": rate}
+
+    def _update(self, state: TrainState, grads: Tree, norm: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The state after an update with `grads`; metrics of the loss scale."""
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        rate = learning_rate(self.config.train)(state.step)
-        return TrainState(state.step + 1, params, opt_state), metrics | {"grad_norm": norm, "learning_rate": rate}
+        new = optax.apply_updates(state.params, updates), opt_state
+        (params, opt_state), scale, metrics = self.scaling.take(
+            norm, new, (state.params, state.opt_state), state.loss_scale
+        )
+        return TrainState(state.step + 1, params, opt_state, scale), metrics
 
     def _gradients(self, state: TrainState, batch: Batch) -> tuple[Tree, dict[str, jax.Array]]:
         """Local: params and batch are this device's shards."""
@@ -141,29 +166,32 @@ class Trainer:
         key = jax.random.fold_in(jax.random.key(self.config.seed), state.step)
         count = batch["inputs"].shape[0]
         tokens = sum_over_shards(jnp.sum(batch["labels"] >= 0, dtype=jnp.int32))
-        scale = 1 / jnp.maximum(tokens, 1).astype(jnp.float32)
-        weights = {name: weight / count for name, weight in model.loss_weights().items()}
-        own = diverge(state.params, specs, axes)
+        mean, scale = 1 / jnp.maximum(tokens, 1).astype(jnp.float32), self.scaling.factor(state.loss_scale)
         result = pipeline.train(
             SCHEDULES[self.config.parallel.schedule](self.config.mesh.pp, count),
             model.work(batch, key, self._global_rows(batch)),
-            own["outer"],
-            own["blocks"],
+            diverge(state.params, specs, axes),
             model.stream_zeros(batch),
-            scale,
-            weights,
+            mean * scale,
+            {name: scale * weight / count for name, weight in model.loss_weights().items()},
+            accumulate=jnp.dtype(self.config.parallel.accumulate),
+            reduce=self.reduction.layer,
         )
-        grads = reduce({"outer": result.outer_grads, "blocks": result.block_grads}, specs, axes)
+        before = {"outer": squares(result.outer_grads), "blocks": result.block_squares}
+        with jax.named_scope("reduce_gradients"):
+            grads = self.reduction.rest({"outer": result.outer_grads, "blocks": result.block_grads})
+        noise = gradient_noise(before, grads, specs, axes, self.config.train.global_batch)
         losses = {name: sum_over_varying(value) / count for name, value in result.losses.items()}
         stats = jax.tree.map(sum_over_varying, result.stats)
-        return grads, {"loss": sum_over_shards(result.head) * scale, **losses, **stats}
+        metrics = {"loss": sum_over_shards(result.head) * mean, **losses, **stats}
+        return self.scaling.unscale(grads, scale), metrics | {k: v / scale**2 for k, v in noise.items()}
 
     def _evaluate(self, params: Tree, batch: Batch) -> dict[str, jax.Array]:
         model = self.model.without_dropout()
         count = batch["inputs"].shape[0]
         work = model.work(batch, jax.random.key(0), self._global_rows(batch))
         table = forward_only(self.config.mesh.pp, count)
-        result = pipeline.evaluate(table, work, params["outer"], params["blocks"], model.stream_zeros(batch))
+        result = pipeline.evaluate(table, work, params, model.stream_zeros(batch))
         tokens = jnp.sum(batch["labels"] >= 0, dtype=jnp.int32)
         return {"loss_sum": sum_over_shards(result.head), "tokens": sum_over_shards(tokens)}
 
