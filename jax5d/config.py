@@ -10,6 +10,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+PROFILE_LIMIT = 20
+"""Most steps of one profile: a trace grows with each, and viewers cut long ones off without a word."""
+
 AXES = ("pp", "dp", "ep", "cp", "tp")
 """Mesh axes, outermost first; tp is innermost so that its devices are neighbours on one host."""
 
@@ -167,6 +170,10 @@ class TrainConfig:
     """Steps between evaluations; 0 evaluates at the end only."""
     eval_sequences: int = 512
     """Validation sequences per evaluation; 0 is all of them."""
+    profile_start: int = 2
+    """Steps done before the profiled ones; the first steps of a run compile."""
+    profile_steps: int = 0
+    """Steps that are traced into the run's profile folder, at most 20; 0 profiles nothing."""
 
 
 @dataclass(frozen=True)
@@ -248,9 +255,18 @@ def check(config: RunConfig) -> None:
             f"train.seq_len={train.seq_len} is longer than model.context={model.context}; lower the first or "
             "raise the second"
         )
+    _check_profile(train.profile_steps, train.profile_start, train.steps)
     check_layout(config)
     _check_batch(config)
     _check_reduction(config)
+
+
+def _check_profile(steps: int, first: int, of: int) -> None:
+    _at_least(0, train__profile_start=first, train__profile_steps=steps)
+    if steps > PROFILE_LIMIT:
+        raise ConfigError(f"train.profile_steps={steps} is above {PROFILE_LIMIT}; write {PROFILE_LIMIT} or less")
+    if steps and first >= of:
+        raise ConfigError(f"train.profile_start={first} is not below train.steps={of}; write {of - 1} or less")
 
 
 def _check_batch(config: RunConfig) -> None:

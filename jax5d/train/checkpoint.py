@@ -42,6 +42,8 @@ FREE = {
     "train.keep",
     "train.eval_every",
     "train.eval_sequences",
+    "train.profile_start",
+    "train.profile_steps",
 }
 """Options that may differ between a run and the run that goes on from it."""
 

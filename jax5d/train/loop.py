@@ -6,6 +6,7 @@ import resource
 import signal
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax5d.data.batches import Batches, Windows, check_enough, evaluation_batche
 from jax5d.data.tokens import TokenFile
 from jax5d.train.checkpoint import Checkpoints, check_resume, read_about
 from jax5d.train.metrics import MetricsLog, jsonable, read_metrics
+from jax5d.train.profile import Profile
 from jax5d.train.signals import Stopped, StopRequest
 from jax5d.train.step import Trainer, TrainState
 
@@ -90,8 +92,13 @@ def fit(trainer: Trainer, data: Data, folder: Path, console: Console) -> Run:
     start = saved or 0
     with Checkpoints(folder / "checkpoints", trainer, data.record) as checkpoints:
         state = trainer.init() if saved is None else _go_on(checkpoints, saved, console)
-        with MetricsLog(folder, start) as log, StopRequest() as stop, _progress(console) as bar:
-            state = _Loop(trainer, data, checkpoints, log, stop, bar).run(state, start)
+        with (
+            MetricsLog(folder, start) as log,
+            StopRequest() as stop,
+            _progress(console) as bar,
+            Profile(folder / "profile", trainer.config.train, start, partial(_say, console)) as profile,
+        ):
+            state = _Loop(trainer, data, checkpoints, log, stop, bar, profile).run(state, start)
             checkpoints.finish()
     records = read_metrics(folder)
     done_before = start == trainer.config.train.steps  # then the log's loss may be of another number of sequences
@@ -106,8 +113,12 @@ def _go_on(checkpoints: Checkpoints, step: int, console: Console) -> TrainState:
     if before != steps:
         text = f"train.steps was {before} and is now {steps}: the learning rate now decays to step {steps}"
         console.print(text, style="yellow", highlight=False)
-    console.print(f"going on from step {step} in {checkpoints.folder}", highlight=False, markup=False, soft_wrap=True)
+    _say(console, f"going on from step {step} in {checkpoints.folder}")
     return checkpoints.restore(step)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _progress(console: Console) -> Progress:
@@ -119,20 +130,30 @@ class _Loop:
     """The moving parts of one `fit`."""
 
     def __init__(
-        self, trainer: Trainer, data: Data, checkpoints: Checkpoints, log: MetricsLog, stop: StopRequest, bar: Progress
+        self,
+        trainer: Trainer,
+        data: Data,
+        checkpoints: Checkpoints,
+        log: MetricsLog,
+        stop: StopRequest,
+        bar: Progress,
+        profile: Profile,
     ):
         self.trainer, self.data, self.checkpoints = trainer, data, checkpoints
-        self.log, self.stop, self.bar = log, stop, bar
+        self.log, self.stop, self.bar, self.profile = log, stop, bar, profile
         self.train = trainer.config.train
         self.clock = self.said = time.perf_counter()
 
     def run(self, state: TrainState, start: int) -> TrainState:
         """Steps `start` to `train.steps`; the last one, and those that are due, are evaluated and saved."""
         task = self.bar.add_task("compiling", total=self.train.steps, completed=start)
+        self.profile.between(start, state)
         for index, batch in stream(self.data.batches, start, self.train.steps, self.trainer.batch_sharding):
             step = index + 1
-            state, metrics = self.trainer.step(state, batch)
+            state, metrics = self.profile.step(step, self.trainer.step, state, batch)
             self._record(step, metrics, task, state if self._due(step, self.train.eval_every) else None)
+            self.profile.between(step, state)
+            self.clock = time.perf_counter()
             if self._due(step, self.train.checkpoint_every) or self.stop.number:
                 self.log.flush()
                 self.checkpoints.save(step, state)
@@ -163,7 +184,6 @@ class _Loop:
             record["validation_loss"] = evaluate(self.trainer, evaluate_state, self.data.validation)
         self.log.write(record)
         self._show(record, task)
-        self.clock = time.perf_counter()
 
     def _show(self, record: dict[str, Any], task: TaskID) -> None:
         text = f"loss {record['loss']:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
