@@ -17,11 +17,9 @@ from jax.sharding import PartitionSpec as P
 from jax5d.layers.dropout import Place
 from jax5d.layers.init import normal
 from jax5d.layers.linear import add_bias, times
+from jax5d.layers.names import QKV, SAVED
 from jax5d.parallel.context import Draw, ring_attention
 from jax5d.parallel.tensor import Boundary
-
-SAVED = "attention_sum"
-"""Name of the value that recomputation of a layer keeps: the sum over tp, so that it is not sent twice."""
 
 Attend = Callable[..., jax.Array]
 """(q, k, v, draw, rate=) -> output, all [b, s, n, h]; causal."""
@@ -64,7 +62,7 @@ class Attention(nnx.Module):
         """Residual stream [b, s_stream, d] -> [b, s_stream, d]; `key` uint32 [2] draws dropout on the weights."""
         x = self.boundary.enter(x)
         qkv = times(x, self.w_qkv[...], "bsd,dcnh->cbsnh")
-        q, k, v = add_bias(qkv, jnp.expand_dims(self.b_qkv[...], (1, 2)))
+        q, k, v = checkpoint_name(add_bias(qkv, jnp.expand_dims(self.b_qkv[...], (1, 2))), QKV)
         y = self.attend(q, k, v, Draw(key, self._query_ids(q, place)), rate=self.dropout)
         y = self.boundary.leave(times(y, self.w_out[...], "bsnh,nhd->bsd"))
         y = checkpoint_name(y, SAVED)

@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jax5d.layers.init import normal
 from jax5d.layers.linear import add_bias, gelu_times, times
+from jax5d.layers.names import MLP_IN
 from jax5d.parallel.tensor import Boundary
 
 
@@ -28,6 +30,6 @@ class Mlp(nnx.Module):
         """Residual stream [b, s_stream, d] -> the same, no losses, no statistics."""
         x = self.boundary.enter(x)
         hidden = times(x, self.w_in[...], "bsd,df->bsf")
-        hidden = add_bias(hidden, self.b_in[...][None, None])
+        hidden = checkpoint_name(add_bias(hidden, self.b_in[...][None, None]), MLP_IN)
         y = self.boundary.leave(gelu_times(hidden, self.w_out[...], "bsf,fd->bsd"))
         return add_bias(y, self.b_out[...][None, None]), {}, {}
