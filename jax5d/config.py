@@ -71,6 +71,8 @@ class ModelConfig:
     """Dropout rate after the embedding, on attention weights and on both residual branches."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the computation; parameters stay float32."""
+    attention: Literal["flash", "plain"] = "flash"
+    """Fused attention, whose scores never exist at once; or the textbook's, which keeps [s, s] of them per head."""
     experts: int = 0
     """Experts per layer; 0 is a dense MLP."""
     top_k: int = 2
@@ -259,6 +261,11 @@ def check_layout(config: RunConfig) -> None:
     if model.experts:
         _divides("mesh.ep", mesh.ep, "model.experts", model.experts, "use an ep that divides the experts")
     _divides("mesh.cp", mesh.cp, "train.seq_len", train.seq_len, "use a cp that divides the sequence")
+    if model.attention == "plain" and mesh.cp > 1:
+        raise ConfigError(
+            f"model.attention='plain' needs whole sequences, but mesh.cp={mesh.cp} splits train.seq_len="
+            f"{train.seq_len} into pieces of {train.seq_len // mesh.cp}; use --model.attention flash or --mesh.cp 1"
+        )
     local = train.seq_len // mesh.cp
     if parallel.sequence and local % mesh.tp:
         raise ConfigError(

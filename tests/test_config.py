@@ -24,6 +24,7 @@ REFUSED = {
     "dropout": ({}, {"dropout": 1.0}, r"dropout=1\.0"),
     "learning rate": ({}, {"learning_rate": 0.0}, r"learning_rate=0\.0"),
     "not a number": ({}, {"learning_rate": float("nan")}, r"learning_rate=nan"),
+    "plain attention": ({"cp": 2}, {"attention": "plain"}, r"attention='plain'.*mesh\.cp=2.*seq_len=32 .*of 16;"),
     "axis": ({"dp": -1}, {}, r"mesh\.dp=-1"),
 }
 

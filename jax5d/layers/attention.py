@@ -14,11 +14,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from jax5d.config import ModelConfig
 from jax5d.layers.dropout import Place
 from jax5d.layers.init import normal
 from jax5d.layers.linear import add_bias, times
 from jax5d.layers.names import QKV, SAVED
 from jax5d.parallel.context import Draw, ring_attention
+from jax5d.parallel.random import keep
 from jax5d.parallel.tensor import Boundary
 
 Attend = Callable[..., jax.Array]
@@ -31,9 +33,51 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, draw: Draw, *, rat
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
-def choose_attention(platform: str, context_shards: int, dropout: float, dtype: str) -> Attend:
-    """cuDNN where it computes the same thing (a GPU, one context shard, 16-bit, no dropout), else our own ring."""
-    fused = platform in ("gpu", "cuda") and context_shards == 1 and not dropout and dtype == "bfloat16"
+def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, draw: Draw, *, rate: float) -> jax.Array:
+    """Attention of the textbook, for one context shard: [b, n, s, s] weights exist, and wait for the backward pass.
+
+    Arguments, result and dropout mask are `ring_attention`'s. Softmax is float32. Kept for the backward pass are the
+    weights before dropout and after it, in q's dtype, and the mask where it is not drawn again: the 5 a s / h of
+    Korthikanti et al., arXiv:2205.05198, eq. 2.
+    """
+    weights = _weights(q, k)
+    if rate:
+        keys = jnp.arange(k.shape[1], dtype=jnp.uint32)
+        mask = keep(draw.key, rate, draw.query_ids[..., None], keys[None, None, None])
+        weights = jnp.where(mask, weights / (1 - rate), 0).astype(v.dtype)
+    return jnp.einsum("bnst,btnh->bsnh", weights, v)
+
+
+@jax.custom_vjp
+def _weights(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Causal softmax [b, n, s, t] in q's dtype; the backward pass keeps that, where autodiff would keep float32."""
+    scores = jnp.einsum("bsnh,btnh->bnst", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    seen = jnp.tril(jnp.ones(scores.shape[2:], bool))[None, None]
+    return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(q.dtype)
+
+
+def _weights_fwd(q: jax.Array, k: jax.Array) -> tuple[jax.Array, tuple]:
+    weights = _weights(q, k)
+    return weights, (q, k, weights)
+
+
+def _weights_bwd(saved: tuple, d_weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    q, k, weights = saved
+    wide, slope = weights.astype(jnp.float32), d_weights.astype(jnp.float32)
+    d_scores = wide * (slope - jnp.sum(slope * wide, axis=-1, keepdims=True)) * q.shape[-1] ** -0.5
+    d_scores = d_scores.astype(q.dtype)
+    return jnp.einsum("bnst,btnh->bsnh", d_scores, k), jnp.einsum("bnst,bsnh->btnh", d_scores, q)
+
+
+_weights.defvjp(_weights_fwd, _weights_bwd)
+
+
+def choose_attention(model: ModelConfig, platform: str, context_shards: int) -> Attend:
+    """The model's attention. Flash is cuDNN's where that computes the same (a GPU, one context shard, 16-bit, no
+    dropout), else our own ring."""
+    if model.attention == "plain":
+        return plain_attention
+    fused = platform in ("gpu", "cuda") and context_shards == 1 and not model.dropout and model.dtype == "bfloat16"
     return cudnn_attention if fused else ring_attention
 
 

@@ -66,8 +66,7 @@ class Model:
 
     @property
     def _attend(self) -> Any:
-        c = self.config
-        return choose_attention(self.platform, self.mesh.cp, c.dropout, c.dtype)
+        return choose_attention(self.config, self.platform, self.mesh.cp)
 
     def init(self, key: jax.Array) -> Tree:
         """Parameters at full shape, float32; values depend on the key alone. Call under jit with out_shardings."""
