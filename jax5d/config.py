@@ -69,8 +69,10 @@ class ModelConfig:
     """Learned positions: the longest sequence, in tokens."""
     dropout: float = 0.0
     """Dropout rate after the embedding, on attention weights and on both residual branches."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the computation; parameters stay float32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the computation."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the stored parameters and of the optimizer's state; bfloat16 is the pure 16-bit run."""
     attention: Literal["flash", "plain"] = "flash"
     """Fused attention, whose scores never exist at once; or the textbook's, which keeps [s, s] of them per head."""
     experts: int = 0
@@ -204,6 +206,11 @@ def check_model(model: ModelConfig) -> None:
     _divides("model.heads", model.heads, "model.d_model", model.d_model, "change one of them")
     if not 0 <= model.dropout < 1:
         raise ConfigError(f"model.dropout={model.dropout} is outside [0, 1); give a rate such as 0.1")
+    if model.param_dtype == "bfloat16" != model.dtype:
+        raise ConfigError(
+            f"model.param_dtype=bfloat16 with model.dtype={model.dtype} would compute in more than it stores; use "
+            "--model.dtype bfloat16, or --model.param_dtype float32"
+        )
     if model.experts and not 1 <= model.top_k <= model.experts:
         raise ConfigError(
             f"model.top_k={model.top_k} is outside 1..{model.experts} (model.experts); a token goes to that many"

@@ -25,6 +25,7 @@ REFUSED = {
     "learning rate": ({}, {"learning_rate": 0.0}, r"learning_rate=0\.0"),
     "not a number": ({}, {"learning_rate": float("nan")}, r"learning_rate=nan"),
     "plain attention": ({"cp": 2}, {"attention": "plain"}, r"attention='plain'.*mesh\.cp=2.*seq_len=32 .*of 16;"),
+    "parameters": ({}, {"param_dtype": "bfloat16"}, r"param_dtype=bfloat16.*dtype=float32 "),
     "axis": ({"dp": -1}, {}, r"mesh\.dp=-1"),
 }
 

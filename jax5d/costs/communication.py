@@ -48,7 +48,7 @@ class StepTraffic:
     @cached_property
     def width(self) -> int:
         """Bytes of one computed element."""
-        return 2 if self.config.model.dtype == "bfloat16" else 4
+        return 4 if self.config.model.dtype == "float32" else 2
 
     @cached_property
     def ticks(self) -> int:

@@ -77,7 +77,7 @@ def choose_attention(model: ModelConfig, platform: str, context_shards: int) -> 
     dropout), else our own ring."""
     if model.attention == "plain":
         return plain_attention
-    fused = platform in ("gpu", "cuda") and context_shards == 1 and not model.dropout and model.dtype == "bfloat16"
+    fused = platform in ("gpu", "cuda") and context_shards == 1 and not model.dropout and model.dtype != "float32"
     return cudnn_attention if fused else ring_attention
 
 

@@ -28,8 +28,8 @@ from jax5d.parallel.tensor import Boundary
 
 @partial(jax.checkpoint, prevent_cse=False)
 def _logits(x: jax.Array, router: jax.Array) -> jax.Array:
-    """float32 [b, s, e], keeping x in its own dtype for the backward pass."""
-    return jnp.einsum("bsd,de->bse", x.astype(jnp.float32), router)
+    """float32 [b, s, e], keeping x and the router in their own dtypes for the backward pass."""
+    return jnp.einsum("bsd,de->bse", x.astype(jnp.float32), router.astype(jnp.float32))
 
 
 class Moe(nnx.Module):

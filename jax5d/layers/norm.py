@@ -33,4 +33,5 @@ def _normalise(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
     normed = centred * lax.rsqrt(variance + EPS)
     shape = (1,) * (x.ndim - 1) + (-1,)
-    return (normed * scale.reshape(shape) + bias.reshape(shape)).astype(x.dtype)
+    scale, bias = (p.astype(jnp.float32).reshape(shape) for p in (scale, bias))
+    return (normed * scale + bias).astype(x.dtype)
