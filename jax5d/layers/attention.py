@@ -19,6 +19,7 @@ from jax5d.layers.dropout import Place
 from jax5d.layers.init import normal
 from jax5d.layers.linear import add_bias, times
 from jax5d.layers.names import QKV, SAVED
+from jax5d.layers.rotary import rotate
 from jax5d.parallel.context import Draw, ring_attention
 from jax5d.parallel.random import keep
 from jax5d.parallel.tensor import Boundary
@@ -82,35 +83,33 @@ def choose_attention(model: ModelConfig, platform: str, context_shards: int) -> 
 
 
 class Attention(nnx.Module):
-    """Fused q, k, v projection laid out [d, 3, heads, h], so that a cut over tp takes whole heads of each."""
+    """Heads of attention without biases or positions, which `BiasedAttention` and `RotaryAttention` add.
 
-    def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        *,
-        out_std: float,
-        dropout: float,
-        boundary: Boundary,
-        attend: Attend,
-        rngs: nnx.Rngs,
-    ):
-        h = d_model // heads
-        self.w_qkv = nnx.Param(normal(rngs, d_model, 3, heads, h), spec=P(None, None, "tp", None))
-        self.b_qkv = nnx.Param(jnp.zeros((3, heads, h)), spec=P(None, "tp", None))
-        self.w_out = nnx.Param(normal(rngs, heads, h, d_model, std=out_std), spec=P("tp", None, None))
-        self.b_out = nnx.Param(jnp.zeros(d_model), spec=P(None))
-        self.dropout, self.boundary, self.attend = dropout, boundary, attend
+    Fused q, k, v projection laid out [d, 3, heads, h], so that a cut over tp takes whole heads of each.
+    """
+
+    def __init__(self, config: ModelConfig, *, out_std: float, boundary: Boundary, attend: Attend, rngs: nnx.Rngs):
+        d, n, h = config.d_model, config.heads, config.head_dim
+        self.w_qkv = nnx.Param(normal(rngs, d, 3, n, h), spec=P(None, None, "tp", None))
+        self.w_out = nnx.Param(normal(rngs, n, h, d, std=out_std), spec=P("tp", None, None))
+        self.dropout, self.boundary, self.attend = config.dropout, boundary, attend
 
     def __call__(self, x: jax.Array, place: Place, key: jax.Array) -> jax.Array:
         """Residual stream [b, s_stream, d] -> [b, s_stream, d]; `key` uint32 [2] draws dropout on the weights."""
-        x = self.boundary.enter(x)
-        qkv = times(x, self.w_qkv[...], "bsd,dcnh->cbsnh")
-        q, k, v = checkpoint_name(add_bias(qkv, jnp.expand_dims(self.b_qkv[...], (1, 2))), QKV)
+        qkv = times(self.boundary.enter(x), self.w_qkv[...], "bsd,dcnh->cbsnh")
+        q, k, v = checkpoint_name(self._qkv(qkv, place), QKV)
         y = self.attend(q, k, v, Draw(key, self._query_ids(q, place)), rate=self.dropout)
         y = self.boundary.leave(times(y, self.w_out[...], "bsnh,nhd->bsd"))
-        y = checkpoint_name(y, SAVED)
-        return add_bias(y, self.b_out[...][None, None])
+        return self._out(checkpoint_name(y, SAVED))
+
+    def _qkv(self, qkv: jax.Array, place: Place) -> jax.Array:
+        """What becomes of the projected q, k, v [3, b, s, n, h] before they meet."""
+        del place
+        return qkv
+
+    def _out(self, y: jax.Array) -> jax.Array:
+        """What becomes of the sum over tp [b, s_stream, d]."""
+        return y
 
     def _query_ids(self, q: jax.Array, place: Place) -> jax.Array:
         """Global (token, head) number of each query: uint32 [b, n, s]."""
@@ -118,3 +117,30 @@ class Attention(nnx.Module):
         head = (lax.axis_index("tp") * n + jnp.arange(n)).astype(jnp.uint32)
         every = jnp.uint32(n * lax.axis_size("tp"))
         return place.tokens(place.positions)[:, None, :] * every + head[None, :, None]
+
+
+class BiasedAttention(Attention):
+    """GPT-2's: biases on q, k, v and on the result, the last one after the sum over tp, so that it counts once."""
+
+    def __init__(self, config: ModelConfig, *, out_std: float, boundary: Boundary, attend: Attend, rngs: nnx.Rngs):
+        super().__init__(config, out_std=out_std, boundary=boundary, attend=attend, rngs=rngs)
+        self.b_qkv = nnx.Param(jnp.zeros((3, config.heads, config.head_dim)), spec=P(None, "tp", None))
+        self.b_out = nnx.Param(jnp.zeros(config.d_model), spec=P(None))
+
+    def _qkv(self, qkv: jax.Array, place: Place) -> jax.Array:
+        del place
+        return add_bias(qkv, jnp.expand_dims(self.b_qkv[...], (1, 2)))
+
+    def _out(self, y: jax.Array) -> jax.Array:
+        return add_bias(y, self.b_out[...][None, None])
+
+
+class RotaryAttention(Attention):
+    """Llama's: queries and keys are turned by their positions in the whole sequence."""
+
+    def __init__(self, config: ModelConfig, *, out_std: float, boundary: Boundary, attend: Attend, rngs: nnx.Rngs):
+        super().__init__(config, out_std=out_std, boundary=boundary, attend=attend, rngs=rngs)
+        self.theta = config.rope_theta
+
+    def _qkv(self, qkv: jax.Array, place: Place) -> jax.Array:
+        return jnp.concatenate([rotate(qkv[:2], place.positions, self.theta), qkv[2:]])
