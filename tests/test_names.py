@@ -13,6 +13,7 @@ from jax5d.layers.names import NAMES
 
 MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     "gpt2": ({}, (8, 16, 64), 1),
+    "llama": ({"architecture": "llama"}, (8, 16, 64), 2),
     "moe": ({"moe": True}, (8, 4, 16, 64), 1),
 }
 """Options, shape of the MLP's first product on cp 2, tp 2, and how many such products there are."""
