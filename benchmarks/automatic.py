@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax5d.layers.attention import SAVED
+from jax5d.layers.names import SAVED
 from jax5d.layers.norm import EPS
 
 Tree = Any

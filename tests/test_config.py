@@ -24,6 +24,10 @@ REFUSED = {
     "dropout": ({}, {"dropout": 1.0}, r"dropout=1\.0"),
     "learning rate": ({}, {"learning_rate": 0.0}, r"learning_rate=0\.0"),
     "not a number": ({}, {"learning_rate": float("nan")}, r"learning_rate=nan"),
+    "plain attention": ({"cp": 2}, {"attention": "plain"}, r"attention='plain'.*mesh\.cp=2.*seq_len=32 .*of 16;"),
+    "parameters": ({}, {"param_dtype": "bfloat16"}, r"param_dtype=bfloat16.*dtype=float32 "),
+    "llama's experts": ({}, {"moe": True, "architecture": "llama"}, r"experts=4.*architecture=llama"),
+    "odd heads": ({}, {"architecture": "llama", "d_model": 36}, r"36/4 = 9 dims"),
     "axis": ({"dp": -1}, {}, r"mesh\.dp=-1"),
 }
 

@@ -56,3 +56,33 @@ REGISTRY: list[tuple[dict[str, int], dict[str, Any]]] = [
 def test_training_equals_one_device(mesh: dict[str, int], options: dict[str, Any], moe: bool) -> None:
     """Loss, gradients, their norm, parameters after 3 steps of SGD, and every shard of every device."""
     check_equivalent(config(mesh, moe=moe, **options))
+
+
+LLAMA: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({}, {"microbatches": 2, "loss_chunks": 3, "tied": False}),
+    ({"dp": 2}, {"microbatches": 2, "remat": "full"}),
+    ({"ep": 2}, {"tied": False}),
+    ({"cp": 4}, {"remat": "full", "tied": False}),
+    ({"tp": 4}, {"vocab": 97}),
+    ({"tp": 2}, {"sequence": True, "microbatches": 2, "vocab": 97, "tied": False}),
+    ({"pp": 4}, {"microbatches": 2, "schedule": "afab", "tied": False}),
+    ({"cp": 2, "tp": 2}, {"rope_theta": 100.0}),
+    ({"cp": 2, "tp": 2}, {"sequence": True, "remat": "full", "tied": False}),
+    (FIVE, {"loss_chunks": 3}),
+    (FIVE, {"microbatches": 2, "sequence": True, "remat": "full", "schedule": "afab", "tied": False}),
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    LLAMA,
+    ids=["-".join([name(mesh), *map(str, options.values())]) for mesh, options in LLAMA],
+)
+def test_llama_equals_one_device(mesh: dict[str, int], options: dict[str, Any]) -> None:
+    """The same of Llama, tied and not: on each axis alone, a pair, and all five."""
+    check_equivalent(config(mesh, architecture="llama", **options))
+
+
+def test_an_untied_gpt2_equals_one_device() -> None:
+    """A second table is not Llama's alone."""
+    check_equivalent(config({"pp": 2, "tp": 2}, tied=False, vocab=97), steps=1)

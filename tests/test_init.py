@@ -23,21 +23,25 @@ def digests(tree: dict) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("moe", [False, True], ids=["gpt2", "moe"])
+MODELS = {"gpt2": {}, "moe": {"moe": True}, "llama": {"architecture": "llama", "tied": False}}
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mesh", MESHES, ids=name)
-def test_same_weights_on_every_mesh(mesh: dict[str, int], moe: bool) -> None:
+def test_same_weights_on_every_mesh(mesh: dict[str, int], model: str) -> None:
     """B30: bitwise those of one device, which `weights` makes without a mesh; padding rows are 0 and left out."""
-    run = config(mesh, moe=moe, vocab=VOCAB, sequence=True)
+    run = config(mesh, vocab=VOCAB, sequence=True, **MODELS[model])
     params = trainer(run).init().params
     assert digests(host(params, VOCAB)) == digests(weights(run.model))
-    assert not np.any(np.asarray(params["outer"]["wte"])[VOCAB:])
+    for table in ("wte", "head"):
+        assert not np.any(np.asarray(params["outer"].get(table, np.zeros(0)))[VOCAB:])
 
 
-@pytest.mark.parametrize("moe", [False, True], ids=["gpt2", "moe"])
-def test_other_seed_other_weights(moe: bool) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_other_seed_other_weights(model: str) -> None:
     """B30: every random leaf changes with the seed; norms and biases start at 1 and 0."""
-    model = config(moe=moe).model
-    first, second = weights(model, 0), weights(model, 1)
+    shape = config(**MODELS[model]).model
+    first, second = weights(shape, 0), weights(shape, 1)
     for path, leaf in jax.tree_util.tree_leaves_with_path(first):
         last = path[-1].key
         other = jax.tree_util.tree_leaves_with_path(second)

@@ -117,6 +117,20 @@ def test_step_equals_theory(mesh: dict[str, int], options: dict[str, Any], moe: 
     assert of_step(run) == StepTraffic(run).table()
 
 
+LLAMA: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"cp": 2, "tp": 2}, {"remat": "full", "tied": False, "dtype": "float16"}),
+    ({"pp": 2, "tp": 2}, {"sequence": True, "microbatches": 4, "vocab": 97, "tied": False}),
+    (FIVE, {"sequence": True, "remat": "full", "dropout": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "options"), LLAMA, ids=[name(mesh) for mesh, _ in LLAMA])
+def test_step_of_llama_equals_theory(mesh: dict[str, int], options: dict[str, Any]) -> None:
+    """Other layers, the same collectives: only the leaves that are reduced differ."""
+    run = config(mesh, architecture="llama", **options)
+    assert of_step(run) == StepTraffic(run).table()
+
+
 def test_step_with_capacity_equals_theory() -> None:
     """An expert's slots follow from the capacity: ceil(1.0 x 8 x 2 / 4) = 4 a group instead of 8."""
     run = config(FIVE, moe=True, capacity_factor=1.0, group=8)

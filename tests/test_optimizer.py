@@ -123,14 +123,15 @@ def test_clipped_training_does_not_depend_on_microbatches(pp: int, microbatches:
     assert int(state.step) == 2
 
 
-def test_decay_is_for_matrices() -> None:
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_decay_is_for_matrices(architecture: str) -> None:
     """With no valid label the gradient is 0 and AdamW only decays: matrices by 1 - rate wd, the rest not at all."""
-    run = config(optimizer="adamw", weight_decay=0.5)
+    run = config(optimizer="adamw", weight_decay=0.5, architecture=architecture, tied=architecture == "gpt2")
     labels = np.full_like(ids()[:, 1:], -100)
     state, _ = trainer(run).step(start(run), put(run, batch(run, labels=labels)))
     before, after = weights(run.model), host(state.params)
     for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
-        matrix = path[-1].key in ("wte", "wpe", "w_qkv", "w_out", "w_in")
+        matrix = path[-1].key in ("wte", "wpe", "head", "w_qkv", "w_out", "w_in", "w_gate", "w_up")
         assert matrix == (old.std() > 0)  # all that starts random is a matrix here
         chex.assert_trees_all_close(new, old * np.float32(1 - RATE * 0.5) if matrix else old, rtol=1e-6, atol=0)
 

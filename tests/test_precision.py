@@ -1,4 +1,4 @@
-"""bfloat16 computes; float32 accumulates, reduces and updates."""
+"""16 bits compute; float32 accumulates, reduces and updates, unless the parameters themselves are bfloat16."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from programs import carried, equations
-from tiny import batch, config, host, put, start, trainer
+from tiny import batch, config, host, put, start, trainer, weights
+
+from jax5d.config import MeshConfig
+from jax5d.mesh import make_mesh
+from jax5d.parallel.tensor import VOCAB_AXES, TensorBoundary, embed_tokens
 
 
 def test_many_microbatches_equal_one() -> None:
@@ -48,3 +53,53 @@ def test_parameters_and_moments_stay_float32() -> None:
     assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
     assert state.step.dtype == jnp.int32
     assert metrics["loss"].dtype == jnp.float32
+
+
+PURE = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["gpt2", "moe"])
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [({"dtype": "bfloat16"}, 0.03), ({"dtype": "float16"}, 0.01), (PURE, 0.03)],
+    ids=["bfloat16", "float16", "pure"],
+)
+def test_gradients_in_16_bits(options: dict[str, str], limit: float, moe: bool) -> None:
+    """On cp 2, tp 2, with dropout and recomputation, gradients are float32's up to 16-bit rounding, in norm."""
+    grads = {}
+    for dtypes in ({}, options):
+        run = config({"cp": 2, "tp": 2}, moe=moe, dropout=0.1, remat="full", **dtypes)
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), weights(config(moe=moe).model))
+        params = jax.tree.map(lambda x, kind: x.astype(kind.dtype), params, trainer(run).model.shapes)
+        tree = trainer(run).gradients(start(run, params), put(run, batch(run)))[0]
+        grads[bool(dtypes)] = np.concatenate([np.asarray(x, np.float32).ravel() for x in jax.tree.leaves(tree)])
+    difference = np.linalg.norm(grads[True] - grads[False]) / np.linalg.norm(grads[False])
+    assert 0 < difference < limit
+
+
+def test_a_pure_16_bit_run_keeps_16_bits() -> None:
+    """Parameters and both moments are bfloat16, before a step and after; they begin as the float32 ones, rounded."""
+    run = config({"pp": 2, "tp": 2}, optimizer="adamw", **PURE)
+    state = trainer(run).init()
+    for _ in range(2):
+        kinds = {x.dtype for x in jax.tree.leaves((state.params, state.opt_state[1]))}
+        assert kinds == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)}
+        state, metrics = trainer(run).step(state, put(run, batch(run)))
+    assert metrics["loss"].dtype == jnp.float32
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights(config().model))
+    jax.tree.map(np.testing.assert_array_equal, host(trainer(run).init().params), rounded)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_frequent_token_in_a_bfloat16_table(tp: int) -> None:
+    """The gradient of a row that 1000 tokens read is 1000: a sum of ones in bfloat16 stops at 256."""
+    ids = jnp.full((1, 1000), 3, jnp.int32)
+
+    def body(table: jax.Array) -> jax.Array:
+        total = lambda t: jnp.sum(embed_tokens(t, ids, TensorBoundary(), jnp.dtype(jnp.bfloat16)))  # noqa: E731
+        return jax.grad(lambda t: total(t).astype(jnp.float32))(table)
+
+    mesh, rows = make_mesh(MeshConfig(tp=tp), jax.devices()[:tp]), P(VOCAB_AXES)
+    grad = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=rows, out_specs=rows))(jnp.ones((4, 2), jnp.bfloat16))
+    assert grad.dtype == jnp.bfloat16
+    assert np.array_equal(np.asarray(grad, np.float32), np.array([[0, 0], [0, 0], [0, 0], [1000, 1000]]))

@@ -122,3 +122,19 @@ def test_chunks_bound_the_memory_of_logits(tp: int) -> None:
     assert temporary[8] <= 0.3 * temporary[1]
     assert float(results[8][0]) == pytest.approx(float(results[1][0]), rel=1e-5)
     assert_close(results[8][1], results[1][1], 2e-5)
+
+
+@pytest.mark.parametrize(("y_dtype", "table_dtype"), [("bfloat16", "bfloat16"), ("float16", "float32")])
+def test_loss_in_16_bits(y_dtype: str, table_dtype: str) -> None:
+    """700 equal tokens in 100 chunks: the table's gradient is a sum in float32, rounded once at its end.
+
+    In bfloat16 the running sum would stop after some 256 equal addends.
+    """
+    draw = np.random.default_rng(0)
+    y = np.tile(draw.normal(size=(1, 5)), (700, 1)).astype(y_dtype)
+    table, labels = draw.normal(size=(8, 5)).astype(table_dtype), np.full(700, 2, np.int32)
+    loss, (d_y, d_table) = loss_on({"tp": 2}, vocab=8, chunks=100)(y, table, labels)
+    assert (str(loss.dtype), str(d_y.dtype), str(d_table.dtype)) == ("float32", y_dtype, table_dtype)
+    want, slopes = plain_loss(y, table if y_dtype != "float16" else table.astype(np.float16), labels)
+    assert float(loss) == pytest.approx(want, rel=1e-4)
+    assert_close(jax.tree.map(lambda x: np.asarray(x, np.float32), (d_y, d_table)), slopes, 2**-7)

@@ -1,4 +1,4 @@
-"""The tiny GPT-2 and the tiny MoE that the tests train, and the comparison of a mesh with the plain model.
+"""The tiny models that the tests train, and the comparison of a mesh with the plain model.
 
 A run takes a few steps of SGD. Its optimizer keeps the last gradient in its state, so that one compiled step gives
 the loss, the gradients and the new parameters.
@@ -142,10 +142,11 @@ def gradients(state: TrainState) -> Tree:
 
 
 def host(tree: Tree, vocab: int | None = None) -> Tree:
-    """NumPy copies; with `vocab`, the token table without its padding."""
+    """NumPy copies; with `vocab`, the tables of tokens without their padding."""
     tree = jax.tree.map(np.array, tree)
     if vocab is not None:
-        tree["outer"]["wte"] = tree["outer"]["wte"][:vocab]
+        outer = tree["outer"]
+        outer |= {name: outer[name][:vocab] for name in ("wte", "head") if name in outer}
     return tree
 
 

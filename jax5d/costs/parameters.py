@@ -1,6 +1,7 @@
 """Parameters of a model: every leaf with its shape and the mesh axes that split it.
 
-GPT-2: N = h v + h s + L (12 h^2 + 13 h) + 2 h for hidden h, vocabulary v, context s and L layers.
+GPT-2: N = h v + h s + L (12 h^2 + 13 h) + 2 h for hidden h, vocabulary v, context s and L layers. Llama of MLP width f:
+N = h v + L (4 h^2 + 3 h f + 2 h) + h. An untied head adds h v to either.
 """
 
 from __future__ import annotations
@@ -38,37 +39,58 @@ class Leaf:
 
 def leaves(model: ModelConfig, mesh: MeshConfig) -> list[Leaf]:
     """Every parameter of the model, laid out for the mesh."""
-    d, f, n, h = model.d_model, model.d_ff, model.heads, model.head_dim
+    d, llama = model.d_model, model.architecture == "llama"
     rows = -(-model.vocab // mesh.vocab_shards) * mesh.vocab_shards
-    outer = [
-        Leaf("wte", (rows, d), (("pp", "tp"), ())),
-        Leaf("wpe", (model.context, d), ((), ())),
-        Leaf("norm_f.scale", (d,), ((),)),
-        Leaf("norm_f.bias", (d,), ((),)),
-    ]
-    block = [
-        *(Leaf(f"{norm}.{part}", (d,), ((),)) for norm in ("norm_1", "norm_2") for part in ("scale", "bias")),
-        Leaf("attention.w_qkv", (d, 3, n, h), ((), (), ("tp",), ())),
-        Leaf("attention.b_qkv", (3, n, h), ((), ("tp",), ())),
-        Leaf("attention.w_out", (n, h, d), (("tp",), (), ())),
-        Leaf("attention.b_out", (d,), ((),)),
-    ]
-    if model.experts:
-        e = model.experts
-        block += [
-            Leaf("mlp.router", (d, e), ((), ())),
-            Leaf("mlp.w_in", (e, d, f), (("ep",), (), ("tp",))),
-            Leaf("mlp.w_out", (e, f, d), (("ep",), ("tp",), ())),
-        ]
-    else:
-        block += [
-            Leaf("mlp.w_in", (d, f), ((), ("tp",))),
-            Leaf("mlp.b_in", (f,), (("tp",),)),
-            Leaf("mlp.w_out", (f, d), (("tp",), ())),
-            Leaf("mlp.b_out", (d,), ((),)),
-        ]
+    table = ((rows, d), (("pp", "tp"), ()))
+    outer = [Leaf("wte", *table), *_norm("norm_f", model)]
+    if not model.tied:
+        outer.append(Leaf("head", *table))
+    if not llama:
+        outer.append(Leaf("wpe", (model.context, d), ((), ())))
+    mlp = _experts(model) if model.experts else _swiglu(model) if llama else _gelu(model)
+    block = [*_norm("norm_1", model), *_norm("norm_2", model), *_attention(model), *mlp]
     stacked = [Leaf(f"blocks.{x.name}", (model.layers, *x.shape), (("pp",), *x.split)) for x in block]
     return outer + stacked
+
+
+def _norm(name: str, model: ModelConfig) -> list[Leaf]:
+    parts = ("scale",) if model.architecture == "llama" else ("scale", "bias")
+    return [Leaf(f"{name}.{part}", (model.d_model,), ((),)) for part in parts]
+
+
+def _attention(model: ModelConfig) -> list[Leaf]:
+    d, n, h = model.d_model, model.heads, model.head_dim
+    weights = [
+        Leaf("attention.w_qkv", (d, 3, n, h), ((), (), ("tp",), ())),
+        Leaf("attention.w_out", (n, h, d), (("tp",), (), ())),
+    ]
+    biases = [Leaf("attention.b_qkv", (3, n, h), ((), ("tp",), ())), Leaf("attention.b_out", (d,), ((),))]
+    return weights if model.architecture == "llama" else weights + biases
+
+
+def _gelu(model: ModelConfig) -> list[Leaf]:
+    d, f = model.d_model, model.d_ff
+    return [
+        Leaf("mlp.w_in", (d, f), ((), ("tp",))),
+        Leaf("mlp.b_in", (f,), (("tp",),)),
+        Leaf("mlp.w_out", (f, d), (("tp",), ())),
+        Leaf("mlp.b_out", (d,), ((),)),
+    ]
+
+
+def _swiglu(model: ModelConfig) -> list[Leaf]:
+    d, f = model.d_model, model.d_ff
+    columns = [Leaf(f"mlp.{name}", (d, f), ((), ("tp",))) for name in ("w_gate", "w_up")]
+    return [*columns, Leaf("mlp.w_out", (f, d), (("tp",), ()))]
+
+
+def _experts(model: ModelConfig) -> list[Leaf]:
+    d, f, e = model.d_model, model.d_ff, model.experts
+    return [
+        Leaf("mlp.router", (d, e), ((), ())),
+        Leaf("mlp.w_in", (e, d, f), (("ep",), (), ("tp",))),
+        Leaf("mlp.w_out", (e, f, d), (("ep",), ("tp",), ())),
+    ]
 
 
 def count(model: ModelConfig) -> int:

@@ -15,14 +15,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from jax5d.config import ModelConfig
 from jax5d.layers.dropout import Place
 from jax5d.layers.init import normal
 from jax5d.layers.linear import add_bias, times
+from jax5d.layers.names import QKV, SAVED
+from jax5d.layers.rotary import rotate
 from jax5d.parallel.context import Draw, ring_attention
+from jax5d.parallel.random import keep
 from jax5d.parallel.tensor import Boundary
-
-SAVED = "attention_sum"
-"""Name of the value that recomputation of a layer keeps: the sum over tp, so that it is not sent twice."""
 
 Attend = Callable[..., jax.Array]
 """(q, k, v, draw, rate=) -> output, all [b, s, n, h]; causal."""
@@ -34,9 +35,51 @@ def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, draw: Draw, *, rat
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
-def choose_attention(platform: str, context_shards: int, dropout: float, dtype: str) -> Attend:
-    """cuDNN where it computes the same thing (a GPU, one context shard, 16-bit, no dropout), else our own ring."""
-    fused = platform in ("gpu", "cuda") and context_shards == 1 and not dropout and dtype == "bfloat16"
+def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, draw: Draw, *, rate: float) -> jax.Array:
+    """Attention of the textbook, for one context shard: [b, n, s, s] weights exist, and wait for the backward pass.
+
+    Arguments, result and dropout mask are `ring_attention`'s. Softmax is float32. Kept for the backward pass are the
+    weights before dropout and after it, in q's dtype, and the mask where it is not drawn again: the 5 a s / h of
+    Korthikanti et al., arXiv:2205.05198, eq. 2.
+    """
+    weights = _weights(q, k)
+    if rate:
+        keys = jnp.arange(k.shape[1], dtype=jnp.uint32)
+        mask = keep(draw.key, rate, draw.query_ids[..., None], keys[None, None, None])
+        weights = jnp.where(mask, weights / (1 - rate), 0).astype(v.dtype)
+    return jnp.einsum("bnst,btnh->bsnh", weights, v)
+
+
+@jax.custom_vjp
+def _weights(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Causal softmax [b, n, s, t] in q's dtype; the backward pass keeps that, where autodiff would keep float32."""
+    scores = jnp.einsum("bsnh,btnh->bnst", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    seen = jnp.tril(jnp.ones(scores.shape[2:], bool))[None, None]
+    return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(q.dtype)
+
+
+def _weights_fwd(q: jax.Array, k: jax.Array) -> tuple[jax.Array, tuple]:
+    weights = _weights(q, k)
+    return weights, (q, k, weights)
+
+
+def _weights_bwd(saved: tuple, d_weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    q, k, weights = saved
+    wide, slope = weights.astype(jnp.float32), d_weights.astype(jnp.float32)
+    d_scores = wide * (slope - jnp.sum(slope * wide, axis=-1, keepdims=True)) * q.shape[-1] ** -0.5
+    d_scores = d_scores.astype(q.dtype)
+    return jnp.einsum("bnst,btnh->bsnh", d_scores, k), jnp.einsum("bnst,bsnh->btnh", d_scores, q)
+
+
+_weights.defvjp(_weights_fwd, _weights_bwd)
+
+
+def choose_attention(model: ModelConfig, platform: str, context_shards: int) -> Attend:
+    """The model's attention. Flash is cuDNN's where that computes the same (a GPU, one context shard, 16-bit, no
+    dropout), else our own ring."""
+    if model.attention == "plain":
+        return plain_attention
+    fused = platform in ("gpu", "cuda") and context_shards == 1 and not model.dropout and model.dtype != "float32"
     return cudnn_attention if fused else ring_attention
 
 
@@ -50,35 +93,33 @@ def recomputed(attend: Attend) -> Attend:
 
 
 class Attention(nnx.Module):
-    """Fused q, k, v projection laid out [d, 3, heads, h], so that a cut over tp takes whole heads of each."""
+    """Heads of attention without biases or positions, which `BiasedAttention` and `RotaryAttention` add.
 
-    def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        *,
-        out_std: float,
-        dropout: float,
-        boundary: Boundary,
-        attend: Attend,
-        rngs: nnx.Rngs,
-    ):
-        h = d_model // heads
-        self.w_qkv = nnx.Param(normal(rngs, d_model, 3, heads, h), spec=P(None, None, "tp", None))
-        self.b_qkv = nnx.Param(jnp.zeros((3, heads, h)), spec=P(None, "tp", None))
-        self.w_out = nnx.Param(normal(rngs, heads, h, d_model, std=out_std), spec=P("tp", None, None))
-        self.b_out = nnx.Param(jnp.zeros(d_model), spec=P(None))
-        self.dropout, self.boundary, self.attend = dropout, boundary, attend
+    Fused q, k, v projection laid out [d, 3, heads, h], so that a cut over tp takes whole heads of each.
+    """
+
+    def __init__(self, config: ModelConfig, *, out_std: float, boundary: Boundary, attend: Attend, rngs: nnx.Rngs):
+        d, n, h = config.d_model, config.heads, config.head_dim
+        self.w_qkv = nnx.Param(normal(rngs, d, 3, n, h), spec=P(None, None, "tp", None))
+        self.w_out = nnx.Param(normal(rngs, n, h, d, std=out_std), spec=P("tp", None, None))
+        self.dropout, self.boundary, self.attend = config.dropout, boundary, attend
 
     def __call__(self, x: jax.Array, place: Place, key: jax.Array) -> jax.Array:
         """Residual stream [b, s_stream, d] -> [b, s_stream, d]; `key` uint32 [2] draws dropout on the weights."""
-        x = self.boundary.enter(x)
-        qkv = times(x, self.w_qkv[...], "bsd,dcnh->cbsnh")
-        q, k, v = add_bias(qkv, jnp.expand_dims(self.b_qkv[...], (1, 2)))
+        qkv = times(self.boundary.enter(x), self.w_qkv[...], "bsd,dcnh->cbsnh")
+        q, k, v = checkpoint_name(self._qkv(qkv, place), QKV)
         y = self.attend(q, k, v, Draw(key, self._query_ids(q, place)), rate=self.dropout)
         y = self.boundary.leave(times(y, self.w_out[...], "bsnh,nhd->bsd"))
-        y = checkpoint_name(y, SAVED)
-        return add_bias(y, self.b_out[...][None, None])
+        return self._out(checkpoint_name(y, SAVED))
+
+    def _qkv(self, qkv: jax.Array, place: Place) -> jax.Array:
+        """What becomes of the projected q, k, v [3, b, s, n, h] before they meet."""
+        del place
+        return qkv
+
+    def _out(self, y: jax.Array) -> jax.Array:
+        """What becomes of the sum over tp [b, s_stream, d]."""
+        return y
 
     def _query_ids(self, q: jax.Array, place: Place) -> jax.Array:
         """Global (token, head) number of each query: uint32 [b, n, s]."""
@@ -86,3 +127,30 @@ class Attention(nnx.Module):
         head = (lax.axis_index("tp") * n + jnp.arange(n)).astype(jnp.uint32)
         every = jnp.uint32(n * lax.axis_size("tp"))
         return place.tokens(place.positions)[:, None, :] * every + head[None, :, None]
+
+
+class BiasedAttention(Attention):
+    """GPT-2's: biases on q, k, v and on the result, the last one after the sum over tp, so that it counts once."""
+
+    def __init__(self, config: ModelConfig, *, out_std: float, boundary: Boundary, attend: Attend, rngs: nnx.Rngs):
+        super().__init__(config, out_std=out_std, boundary=boundary, attend=attend, rngs=rngs)
+        self.b_qkv = nnx.Param(jnp.zeros((3, config.heads, config.head_dim)), spec=P(None, "tp", None))
+        self.b_out = nnx.Param(jnp.zeros(config.d_model), spec=P(None))
+
+    def _qkv(self, qkv: jax.Array, place: Place) -> jax.Array:
+        del place
+        return add_bias(qkv, jnp.expand_dims(self.b_qkv[...], (1, 2)))
+
+    def _out(self, y: jax.Array) -> jax.Array:
+        return add_bias(y, self.b_out[...][None, None])
+
+
+class RotaryAttention(Attention):
+    """Llama's: queries and keys are turned by their positions in the whole sequence."""
+
+    def __init__(self, config: ModelConfig, *, out_std: float, boundary: Boundary, attend: Attend, rngs: nnx.Rngs):
+        super().__init__(config, out_std=out_std, boundary=boundary, attend=attend, rngs=rngs)
+        self.theta = config.rope_theta
+
+    def _qkv(self, qkv: jax.Array, place: Place) -> jax.Array:
+        return jnp.concatenate([rotate(qkv[:2], place.positions, self.theta), qkv[2:]])

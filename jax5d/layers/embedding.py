@@ -1,4 +1,4 @@
-"""Token and position embedding, and the head that shares the token table.
+"""Token and position embedding, and the head, which shares the token table or has its own.
 
 Both belong to every pipeline stage: the vocabulary is split over (pp, tp), padded to a multiple of their product.
 """
@@ -11,37 +11,47 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jax5d.config import ModelConfig
 from jax5d.layers.dropout import Place, dropout
 from jax5d.layers.init import normal
 from jax5d.layers.linear import add_bias
-from jax5d.layers.norm import LayerNorm
 from jax5d.parallel.data import varying
 from jax5d.parallel.tensor import VOCAB_AXES, Boundary, cross_entropy, embed_tokens, likeliest
 
 
 class Vocabulary(nnx.Module):
-    """Embedding, final norm and tied head. `rows` is the padded vocabulary size."""
+    """Token table, final norm and head, which has a table of its own unless the model is tied.
 
-    def __init__(
-        self, vocab: int, rows: int, context: int, d_model: int, dropout: float, boundary: Boundary, rngs: nnx.Rngs
-    ):
-        table = jnp.pad(normal(rngs, vocab, d_model), ((0, rows - vocab), (0, 0)))
-        self.wte = nnx.Param(table, spec=P(VOCAB_AXES, None))
-        self.wpe = nnx.Param(normal(rngs, context, d_model), spec=P(None, None))
-        self.norm_f = LayerNorm(d_model)
-        self.vocab, self.dropout, self.boundary = vocab, dropout, boundary
+    `rows` is the padded vocabulary size, `norm` the final norm.
+    """
+
+    def __init__(self, config: ModelConfig, rows: int, norm: nnx.Module, boundary: Boundary, rngs: nnx.Rngs):
+        self.wte = nnx.Param(_table(config, rows, rngs), spec=P(VOCAB_AXES, None))
+        if not config.tied:
+            self.head = nnx.Param(_table(config, rows, rngs), spec=P(VOCAB_AXES, None))
+        self.head_name = "wte" if config.tied else "head"
+        self.norm_f = norm
+        self.vocab, self.dropout, self.boundary = config.vocab, config.dropout, boundary
 
     def embed(self, ids: jax.Array, place: Place, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """int32 [b, s] -> the residual stream [b, s_stream, d]; `key` uint32 [2] is dropout's. Linear in the tables."""
         tokens = embed_tokens(self.wte[...], ids, self.boundary, dtype)
-        positions = jnp.take(self.wpe[...], self.boundary.split(place.positions), axis=0)
-        return dropout(add_bias(tokens, positions[None]), self.dropout, key, place, self.boundary)
+        return dropout(self._placed(tokens, place), self.dropout, key, place, self.boundary)
+
+    def _placed(self, tokens: jax.Array, place: Place) -> jax.Array:
+        """What positions add to the stream [b, s_stream, d]: nothing, where attention knows them."""
+        del place
+        return tokens
+
+    @property
+    def _head(self) -> jax.Array:
+        return getattr(self, self.head_name)[...]
 
     def loss(self, y: jax.Array, labels: jax.Array, chunks: int) -> jax.Array:
         """Summed cross-entropy of [b, s_stream, d] against int32 labels [b, s] (negative: ignored). float32 []."""
         y = varying(self.boundary.enter(self.norm_f(y)), VOCAB_AXES)
         flat = y.reshape(-1, y.shape[-1])
-        return cross_entropy(flat, self.wte[...], labels.reshape(-1), vocab=self.vocab, chunks=chunks)
+        return cross_entropy(flat, self._head, labels.reshape(-1), vocab=self.vocab, chunks=chunks)
 
     def next_token(self, y: jax.Array, at: jax.Array, noise: jax.Array) -> jax.Array:
         """The id that maximises logits + noise at local position `at`: [b, s_stream, d], int32 [] -> int32 [b].
@@ -51,4 +61,21 @@ class Vocabulary(nnx.Module):
         """
         y = self.boundary.enter(self.norm_f(y))
         y = lax.dynamic_index_in_dim(y, at, axis=1, keepdims=False)
-        return likeliest(y, self.wte[...], noise, self.vocab)
+        return likeliest(y, self._head, noise, self.vocab)
+
+
+class PlacedVocabulary(Vocabulary):
+    """GPT-2's: each position adds a learned vector to the embedding."""
+
+    def __init__(self, config: ModelConfig, rows: int, norm: nnx.Module, boundary: Boundary, rngs: nnx.Rngs):
+        super().__init__(config, rows, norm, boundary, rngs)
+        self.wpe = nnx.Param(normal(rngs, config.context, config.d_model), spec=P(None, None))
+
+    def _placed(self, tokens: jax.Array, place: Place) -> jax.Array:
+        positions = jnp.take(self.wpe[...], self.boundary.split(place.positions), axis=0)
+        return add_bias(tokens, positions[None])
+
+
+def _table(config: ModelConfig, rows: int, rngs: nnx.Rngs) -> jax.Array:
+    """One vector a token, and zeros behind the last."""
+    return jnp.pad(normal(rngs, config.vocab, config.d_model), ((0, rows - config.vocab), (0, 0)))

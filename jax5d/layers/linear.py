@@ -1,4 +1,4 @@
-"""Products with weights, and sums of biases. Weights are float32, activations of the computation's dtype.
+"""Products with weights, and sums of biases, in the computation's dtype, whatever dtype the weights are stored in.
 
 What the backward pass keeps is chosen here: the weight itself instead of its cast, one array instead of GELU's six.
 """
@@ -29,12 +29,18 @@ def gelu_times(hidden: jax.Array, weight: jax.Array, product: str) -> jax.Array:
     return jnp.einsum(product, jax.nn.gelu(hidden, approximate=True), weight.astype(hidden.dtype))
 
 
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=(3,))
+def silu_times(gate: jax.Array, up: jax.Array, weight: jax.Array, product: str) -> jax.Array:
+    """einsum(product, silu(gate) up, weight) in gate's dtype: SwiGLU's second half. Keeps `gate` and `up` alone."""
+    return jnp.einsum(product, jax.nn.silu(gate) * up, weight.astype(gate.dtype))
+
+
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """x + bias in x's dtype; `bias` is float32, of x's rank, with size 1 where it is the same for all.
+    """x + bias in x's dtype; `bias` has x's rank, with size 1 where it is the same for all.
 
     The sum is float32, and so is its transpose, the sum of the bias's gradient over tokens: in bfloat16 it would
     stop growing after a few hundred of them. `x` varies as `bias` does before it is widened, so that the transpose of
     that cast, a psum, moves x's dtype.
     """
     x = varying(x, tuple(jax.typeof(bias).manual_axis_type.varying))
-    return (x.astype(jnp.float32) + bias).astype(x.dtype)
+    return (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)

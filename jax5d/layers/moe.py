@@ -16,18 +16,20 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jax5d.layers.init import normal
 from jax5d.layers.linear import gelu_times, times
+from jax5d.layers.names import MLP_IN
 from jax5d.parallel.expert import Route, assign, balance, capacity, choose, combine, dispatch
 from jax5d.parallel.tensor import Boundary
 
 
 @partial(jax.checkpoint, prevent_cse=False)
 def _logits(x: jax.Array, router: jax.Array) -> jax.Array:
-    """float32 [b, s, e], keeping x in its own dtype for the backward pass."""
-    return jnp.einsum("bsd,de->bse", x.astype(jnp.float32), router)
+    """float32 [b, s, e], keeping x and the router in their own dtypes for the backward pass."""
+    return jnp.einsum("bsd,de->bse", x.astype(jnp.float32), router.astype(jnp.float32))
 
 
 class Moe(nnx.Module):
@@ -69,7 +71,8 @@ class Moe(nnx.Module):
         size = capacity(t, experts, self.top_k, self.factor)
         slots = assign(route.experts, experts)
         filled = dispatch(x, route.experts, slots, experts, size)
-        y = gelu_times(times(filled, self.w_in[...], "gecd,edf->gecf"), self.w_out[...], "gecf,efd->gecd")
+        hidden = checkpoint_name(times(filled, self.w_in[...], "gecd,edf->gecf"), MLP_IN)
+        y = gelu_times(hidden, self.w_out[...], "gecf,efd->gecd")
         dropped = jnp.sum(slots >= size, dtype=jnp.int32)
         once = jnp.where(lax.axis_index("tp") == 0, dropped, 0)  # every tp device counts the same tokens
         return rearrange(combine(y, route, slots), "(b n) t d -> b (n t) d", b=b), once

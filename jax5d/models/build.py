@@ -66,13 +66,13 @@ class Model:
 
     @property
     def _attend(self) -> Any:
-        c = self.config
-        attend = choose_attention(self.platform, self.mesh.cp, c.dropout, c.dtype)
+        attend = choose_attention(self.config, self.platform, self.mesh.cp)
         return recomputed(attend) if self.parallel.remat == "selective" else attend
 
     def init(self, key: jax.Array) -> Tree:
-        """Parameters at full shape, float32; values depend on the key alone. Call under jit with out_shardings."""
-        return nnx.to_pure_dict(nnx.state(self._transformer(key), nnx.Param))
+        """Parameters at full shape, drawn in float32; values depend on the key alone. Jit it with out_shardings."""
+        params = nnx.to_pure_dict(nnx.state(self._transformer(key), nnx.Param))
+        return jax.tree.map(lambda x: x.astype(self.config.param_dtype), params)
 
     @cached_property
     def _abstract(self) -> Transformer:
@@ -81,7 +81,7 @@ class Model:
     @cached_property
     def shapes(self) -> Tree:
         """ShapeDtypeStruct of every parameter, global."""
-        return nnx.to_pure_dict(nnx.state(self._abstract, nnx.Param))
+        return jax.eval_shape(self.init, jax.random.key(0))
 
     @cached_property
     def specs(self) -> Tree:

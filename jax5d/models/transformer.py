@@ -1,43 +1,52 @@
-"""GPT-2, and the MoE of the same skeleton, in flax.nnx.
+"""GPT-2, the MoE of the same skeleton, and Llama, in flax.nnx.
 
-Radford et al. 2019: learned positions, pre-norm, tanh GELU, biases, tied head, residual projections initialised
-with 0.02 / sqrt(2 layers). The blocks are stacked along a leading layers dim, which pp splits and a scan walks.
+GPT-2 (Radford et al. 2019): learned positions, pre-norm, tanh GELU, biases, tied head. Llama (Touvron et al.,
+arXiv:2302.13971): RMS norm, rotary positions, SwiGLU, no biases. In both, residual projections are initialised with
+0.02 / sqrt(2 layers). The blocks are stacked along a leading layers dim, which pp splits and a scan walks.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
 from jax5d.config import ModelConfig
-from jax5d.layers.attention import Attend, Attention
+from jax5d.layers.attention import Attend, Attention, BiasedAttention, RotaryAttention
 from jax5d.layers.dropout import Place, dropout, site
-from jax5d.layers.embedding import Vocabulary
+from jax5d.layers.embedding import PlacedVocabulary, Vocabulary
 from jax5d.layers.init import STD
-from jax5d.layers.mlp import Mlp
+from jax5d.layers.mlp import Mlp, SwiGlu
 from jax5d.layers.moe import Moe
-from jax5d.layers.norm import LayerNorm
+from jax5d.layers.norm import LayerNorm, RmsNorm
 from jax5d.parallel.tensor import Boundary
+
+
+class Architecture(NamedTuple):
+    """The layers that a model is made of."""
+
+    norm: type[LayerNorm | RmsNorm]
+    attention: type[Attention]
+    mlp: type[Mlp | SwiGlu]
+    vocabulary: type[Vocabulary]
+
+
+ARCHITECTURES = {
+    "gpt2": Architecture(LayerNorm, BiasedAttention, Mlp, PlacedVocabulary),
+    "llama": Architecture(RmsNorm, RotaryAttention, SwiGlu, Vocabulary),
+}
+"""By their names in the configuration."""
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches."""
 
     def __init__(self, config: ModelConfig, boundary: Boundary, attend: Attend, rngs: nnx.Rngs):
-        out_std = STD / (2 * config.layers) ** 0.5
-        self.norm_1 = LayerNorm(config.d_model)
-        self.attention = Attention(
-            config.d_model,
-            config.heads,
-            out_std=out_std,
-            dropout=config.dropout,
-            boundary=boundary,
-            attend=attend,
-            rngs=rngs,
-        )
-        self.norm_2 = LayerNorm(config.d_model)
+        parts, out_std = ARCHITECTURES[config.architecture], STD / (2 * config.layers) ** 0.5
+        self.norm_1 = parts.norm(config.d_model)
+        self.attention = parts.attention(config, out_std=out_std, boundary=boundary, attend=attend, rngs=rngs)
+        self.norm_2 = parts.norm(config.d_model)
         self.mlp = _mlp(config, out_std, boundary, rngs)
         self.dropout, self.boundary = config.dropout, boundary
 
@@ -49,9 +58,10 @@ class Block(nnx.Module):
         return x + dropout(y, self.dropout, site(key, 2), place, self.boundary), losses, stats
 
 
-def _mlp(config: ModelConfig, out_std: float, boundary: Boundary, rngs: nnx.Rngs) -> Mlp | Moe:
+def _mlp(config: ModelConfig, out_std: float, boundary: Boundary, rngs: nnx.Rngs) -> Mlp | SwiGlu | Moe:
     if not config.experts:
-        return Mlp(config.d_model, config.d_ff, out_std=out_std, boundary=boundary, rngs=rngs)
+        dense = ARCHITECTURES[config.architecture].mlp
+        return dense(config.d_model, config.d_ff, out_std=out_std, boundary=boundary, rngs=rngs)
     return Moe(
         config.d_model,
         config.d_ff,
@@ -69,7 +79,8 @@ class Transformer(nnx.Module):
     """The whole model: `outer` belongs to every pipeline stage, `blocks` is stacked [layers, ...]."""
 
     def __init__(self, config: ModelConfig, rows: int, boundary: Boundary, attend: Attend, rngs: nnx.Rngs):
-        self.outer = Vocabulary(config.vocab, rows, config.context, config.d_model, config.dropout, boundary, rngs)
+        parts = ARCHITECTURES[config.architecture]
+        self.outer = parts.vocabulary(config, rows, parts.norm(config.d_model), boundary, rngs)
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=0, out_axes=0)

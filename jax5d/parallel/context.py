@@ -50,7 +50,7 @@ def ring_attention(
     """Exact attention over the whole sequence.
 
     Args:
-        q, k, v: [b, s, n, h], this device's block, float32 or bfloat16.
+        q, k, v: [b, s, n, h], this device's block, float32, bfloat16 or float16.
         draw: source of the dropout mask; unused at rate 0.
         causal: whether a query sees later keys.
         rate: dropout rate on the attention weights.

@@ -68,7 +68,7 @@ def embed_tokens(table: jax.Array, ids: jax.Array, boundary: Boundary, dtype: jn
     """Look tokens up in a table whose rows are split over (pp, tp).
 
     Args:
-        table: float32 [v, d], this device's rows.
+        table: [v, d], this device's rows. Read as float32, so that gradients of a token's rows are added up in it.
         ids: int32 [b, s].
         boundary: gives the output the residual stream's layout.
         dtype: of the output; the sum has one addend that is not zero, so it is exact in any dtype.
@@ -81,7 +81,7 @@ def embed_tokens(table: jax.Array, ids: jax.Array, boundary: Boundary, dtype: jn
     rows = table.shape[0]
     local = ids - vocab_start(rows)
     owned = (local >= 0) & (local < rows)
-    found = jnp.take(table, jnp.where(owned, local, 0), axis=0).astype(dtype)
+    found = jnp.take(table.astype(jnp.float32), jnp.where(owned, local, 0), axis=0).astype(dtype)
     return lax.psum(boundary.leave(jnp.where(owned[..., None], found, 0)), "pp")
 
 
@@ -102,7 +102,8 @@ def cross_entropy(y: jax.Array, table: jax.Array, labels: jax.Array, *, vocab: i
 
     Args:
         y: [n, d], the head's input, varying over (pp, tp).
-        table: float32 [v, d], this device's rows of the output embedding; rows at or beyond `vocab` are padding.
+        table: [v, d], this device's rows of the output embedding; rows at or beyond `vocab` are padding. Its gradient
+            is added up over chunks in float32.
         labels: int32 [n]; a negative label is ignored.
         vocab: true global vocabulary size.
         chunks: number of pieces that the tokens are processed in; need not divide n.
@@ -117,7 +118,7 @@ def cross_entropy(y: jax.Array, table: jax.Array, labels: jax.Array, *, vocab: i
     pad = chunks * size - n
     y_chunks = jnp.pad(y, ((0, pad), (0, 0))).reshape(chunks, size, y.shape[1])
     label_chunks = jnp.pad(labels, (0, pad), constant_values=-1).reshape(chunks, size)
-    return _summed_loss(y_chunks, table, label_chunks, vocab)
+    return _summed_loss(y_chunks, table.astype(jnp.float32), label_chunks, vocab)
 
 
 def _chunk_loss(y: jax.Array, table: jax.Array, labels: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:

@@ -255,7 +255,7 @@ def _check_leaves(target: Tree, saved: dict[str, Any], vocab: int) -> None:
         there = saved.pop(name, None)
         if there is None:
             raise ConfigError(f"the checkpoint has no {name} {leaf.shape}; it is of another model or optimizer")
-        shape, rows = tuple(there.shape), name.split(".")[-1] == "wte"
+        shape, rows = tuple(there.shape), name.split(".")[-1] in ("wte", "head")
         same = shape[1:] == leaf.shape[1:] and min(shape[0], leaf.shape[0]) >= vocab if rows else shape == leaf.shape
         if not same or np.dtype(there.dtype) != leaf.dtype:
             raise ConfigError(f"{name} is {leaf.dtype} {leaf.shape} here but {there.dtype} {shape} in the checkpoint")
