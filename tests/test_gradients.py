@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from tiny import (
     RATE,
@@ -34,7 +35,7 @@ from tiny import reference_gradients as plain
 
 from jax5d.config import MeshConfig
 from jax5d.mesh import make_mesh
-from jax5d.parallel.data import diverge, global_norm, reduction_axes
+from jax5d.parallel.data import diverge, global_norm, is_spec, reduction_axes
 
 NORM_MESHES = [{}, {"dp": 8}, {"tp": 4}, {"pp": 4}, {"pp": 2, "dp": 2, "tp": 2}]
 

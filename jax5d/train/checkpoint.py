@@ -197,7 +197,10 @@ def config_from(values: dict[str, Any]) -> RunConfig:
         "train": TrainConfig,
         "data": DataConfig,
     }
-    return RunConfig(**{k: groups[k](**v) if k in groups else v for k, v in values.items()})
+    tupled = {
+        k: {n: tuple(x) if isinstance(x, list) else x for n, x in v.items()} for k, v in values.items() if k in groups
+    }
+    return RunConfig(**values | {k: groups[k](**v) for k, v in tupled.items()})
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
