@@ -199,8 +199,6 @@ def config_from(values: dict[str, Any]) -> RunConfig:
     }
     grouped = {k: v for k, v in values.items() if k in groups}
     tupled = {k: {n: tuple(x) if isinstance(x, list) else x for n, x in v.items()} for k, v in grouped.items()}
-        k: {n: tuple(x) if isinstance(x, list) else x for n, x in v.items()} for k, v in values.items() if k in groups
-    }
     return RunConfig(**values | {k: groups[k](**v) for k, v in tupled.items()})
 
 
