@@ -5,8 +5,8 @@
 Both start from the same weights and see the same batches in float32, with AdamW, clipping and recomputation alike;
 their losses must agree to 1e-5 over three steps before anything is timed. They are timed in turn, round by round,
 each first in every second round, and the medians are printed: a noisy machine is noisy for both, and processor time
-hardly sees what else runs. Bytes are counted from both compiled programs by one counter (`jax5d.measure.timeline`), and the
-library's also from its jaxpr. About 3 minutes on 2 CPU cores that have nothing else to do.
+hardly sees what else runs. Bytes are counted from both compiled programs by one counter (`jax5d.measure.timeline`),
+and the library's also from its jaxpr. About 3 minutes on 2 CPU cores that have nothing else to do.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def scheduled(which: RunConfig) -> list[Collective]:
 
 @needs_plugin
 def test_memory_equals_theory() -> None:
-    """Arguments are parameters, moments and counters, and a batch: 2 arrays of 2 x 2 x 32 int32. The state is donated."""
+    """Arguments: parameters, moments, counters, and a batch of 2 arrays of 2 x 2 x 32 int32. The state is donated."""
     memory = compiled(CUBE).memory
     assert memory.arguments == state_bytes(CUBE) + 2 * (2 * 2 * 32) * 4
     assert memory.aliased == state_bytes(CUBE)
@@ -116,7 +116,9 @@ def test_a_cluster_of_another_size_is_refused(sizes: tuple[int, ...], complaint:
         cluster(*sizes)
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("h10", "h100"), ("H200", "h200"), ("a100", "a100-40"), ("4090", "rtx4090")])
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("h10", "h100"), ("H200", "h200"), ("a100", "a100-40"), ("4090", "rtx4090")]
+)
 def test_an_unknown_gpu_is_refused(name: str, nearest: str) -> None:
     """With the nearest one that is known."""
     with pytest.raises(ConfigError, match=f"did you mean {nearest}"):

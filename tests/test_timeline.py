@@ -88,7 +88,7 @@ HloModule step, is_scheduled=true
   %w = bf16[32,16]{1,0} bitcast(%x)
   %product = bf16[64,16]{1,0} fusion(%x, /*index=1*/%w), kind=kCustom, calls=%gemm
   %gathered = bf16[32,16]{1,0} all-gather-done(%gather)
-  %out = (bf16[64,32]{1,0}, bf16[64,32]{1,0}) collective-permute-start(%x), source_target_pairs={{0,4},{1,5},{2,6},{3,7}}
+  %out = (bf16[64,32]{1,0}, bf16[64,32]{1,0}) collective-permute-start(%x), source_target_pairs=ONWARD
   %lesser = f32[64]{0} fusion(%wide), kind=kLoop, calls=%double
   %came = bf16[64,32]{1,0} collective-permute-done(%out)
   ROOT %next = (s32[], bf16[64,32]{1,0}) tuple(%x, %came)
@@ -103,7 +103,7 @@ HloModule step, is_scheduled=true
   %f = f32[64]{0} parameter(0)
   ROOT %more_sent = f32[64]{0} all-reduce(%f), replica_groups=[4,2]<=[8], to_apply=%add
 }
-"""
+""".replace("ONWARD", "{{0,4},{1,5},{2,6},{3,7}}")
 
 
 def program(*lines: str) -> str:
@@ -141,6 +141,7 @@ def test_timeline_by_hand() -> None:
             "%waits = ((f32[64]{0}), f32[32]{0}, u32[]) async-update(%wrapped)",
             "%scattered = f32[32]{0} async-done(%waits)",
             f"%both = (f32[4]{{0}}, f32[28]{{0}}) all-reduce-start(%m, %n), {OVER_TP}, to_apply=%add, {SYNC}",
+            "%idle = f32[4]{0} copy(%m)",
             "%both_done = (f32[4]{0}, f32[28]{0}) all-reduce-done(%both)",
             "%top = f32[4]{0} all-reduce(%m), replica_groups=[2,4]<=[8], to_apply=%larger",
             f"%swap = (f32[4]{{0}}, f32[28]{{0}}) all-to-all(%m, %n), {OVER_TP}",
@@ -168,7 +169,10 @@ def test_branches_are_read_in_either_form() -> None:
     assert [entry.name for entry in timeline(program(fork), EIGHT)] == ["more_sent"]
 
 
-FMHA = '"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"dimensions": ["4", "6", "128", "128"]}}'
+FMHA = (
+    'custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": '
+    '{"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["4", "6", "128", "128"]}}}'
+)
 SCORES = 4 * 6 * 128 * 128 * 64
 
 
@@ -187,12 +191,12 @@ SCORES = 4 * 6 * 128 * 128 * 64
             2 * 8 * 32 * 16,
         ),
         (
-            f'%f = bf16[4,6,128,64]{{3,2,1,0}} custom-call(%heads), custom_call_target="__cudnn$fmhaSoftmax", {FMHA}',
+            f"%f = bf16[4,6,128,64]{{3,2,1,0}} custom-call(%heads), {FMHA}",
             "matmul",
             2 * 2 * SCORES,
         ),
         (
-            f'%f = bf16[4,6,128,64]{{3,2,1,0}} custom-call(%heads), custom_call_target="__cudnn$fmhaSoftmaxBackward", {FMHA}',
+            f"%f = bf16[4,6,128,64]{{3,2,1,0}} custom-call(%heads), {FMHA.replace('Softmax', 'SoftmaxBackward')}",
             "matmul",
             5 * 2 * SCORES,
         ),

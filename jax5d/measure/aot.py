@@ -77,7 +77,10 @@ class Compiled:
 
     @property
     def exposed_bytes(self) -> dict[tuple[str, ...], Fraction]:
-        """Bytes that one device sends in a step with no matrix multiply to hide behind, by axes; the total is their sum."""
+        """Bytes that one device sends in a step with no matrix multiply to hide behind, by axes.
+
+        The axes are those of one collective together, ("pp", "tp") for a sum over both, so the total is the sum.
+        """
         return self._wire_bytes(hidden=False)
 
     @property
@@ -103,8 +106,8 @@ def compile_step(
 ) -> Compiled:
     """Compile the training step of `config` for a cluster; nothing is executed.
 
-    Works beside ordinary runs in the same process. On a machine without a GPU call `jax5d.use_cpu_devices` first, as for
-    any run, or use JAX for nothing else before.
+    Works beside ordinary runs in the same process. On a machine without a GPU call `jax5d.use_cpu_devices` first, as
+    for any run, or use JAX for nothing else before.
 
     Args:
         config: the mesh, devices in its order: tp runs inside a host, as far as it fits.
@@ -182,7 +185,9 @@ def _devices(target: str, hosts: int, gpus_per_host: int) -> list[Any]:
     if sys.platform != "linux":
         raise ConfigError(f"compiling for a GPU needs Linux, as CUDA's wheels do; this is {sys.platform}")
     if not any(find_spec("jax_plugins") and find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)):
-        raise ConfigError('compiling for a GPU needs JAX\'s CUDA plugin, which is not installed; pip install "jax[cuda12]"')
+        raise ConfigError(
+            'compiling for a GPU needs JAX\'s CUDA plugin, which is not installed; pip install "jax[cuda12]"'
+        )
     shape = f"1x{hosts}x{gpus_per_host}"
     try:
         with _no_driver_needed():

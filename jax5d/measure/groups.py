@@ -23,9 +23,9 @@ _PAIR = re.compile(r"\{(\d+),(\d+)\}")
 def first_group(attributes: str, devices: int) -> list[int]:
     """Device ids of the first of a collective's groups, in increasing order.
 
-    The forms are `{{0,1},{2,3}}`; `{}`, all devices; `[2,4]<=[4,2]T(1,0)`, the ids 0..7 as a 4 x 2 array, transposed and
-    cut into 2 groups of 4; and `mesh['x'=4,'y'=2] {'x'}`, groups along axes of a mesh of its own, where `'x':(2)2` is the
-    part of x of size 2 behind one of size 2.
+    The forms are `{{0,1},{2,3}}`; `{}`, all devices; `[2,4]<=[4,2]T(1,0)`, the ids 0..7 as a 4 x 2 array, transposed
+    and cut into 2 groups of 4; and `mesh['x'=4,'y'=2] {'x'}`, groups along axes of a mesh of its own, where `'x':(2)2`
+    is the part of x of size 2 behind one of size 2.
 
     Raises:
         NotImplementedError: another form.

@@ -1,7 +1,8 @@
 """A compiled program read from its HLO text: instructions in the order of the schedule, loops, and matrix multiplies.
 
 HLO is printed one instruction a line, `%name = type opcode(operands), attribute=value, ...`, computation after
-computation; in a module with `is_scheduled=true` the lines of a computation stand in the order in which they are issued.
+computation; in a module with `is_scheduled=true` the lines of a computation stand in the order in which they are
+issued.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Instruction:
     @property
     def called(self) -> list[str]:
         """Computations that it runs; a loop's body without its condition."""
-        branches = [name.strip().lstrip("%") for found in _BRANCHES.findall(self.attributes) for name in found.split(",")]
+        branches = [
+            name.strip().lstrip("%") for found in _BRANCHES.findall(self.attributes) for name in found.split(",")
+        ]
         return _CALLED.findall(self.attributes) + branches
 
     @property
@@ -81,8 +84,8 @@ class Program:
     def kernels(self, computation: Computation, line: Instruction) -> tuple[int, int]:
         """Matrix multiplies and attention kernels that one instruction runs, and their FLOPs.
 
-        FLOPs are 0 where the text does not give the shapes; of a conditional the branch with most kernels counts; a loop
-        of unknown length counts once.
+        FLOPs are 0 where the text does not give the shapes; of a conditional the branch with most kernels counts; a
+        loop of unknown length counts once.
         """
         if line.opcode in ("dot", "convolution") or (line.opcode == "custom-call" and _KERNEL.search(line.attributes)):
             return 1, _flops(computation, line)
@@ -118,9 +121,7 @@ def _instruction(name: str, right: str) -> Instruction:
         return Instruction(name, right, "", (), "")
     operands, _, attributes = right[match.end() :].partition(")")
     names = [_NAME.search(word) for word in operands.split(",")]
-    return Instruction(
-        name, right[: match.start()], match.group(1), tuple(n.group(1) for n in names if n), attributes
-    )
+    return Instruction(name, right[: match.start()], match.group(1), tuple(n.group(1) for n in names if n), attributes)
 
 
 def arrays(kind: str) -> list[tuple[str, tuple[int, ...]]]:

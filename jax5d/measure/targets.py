@@ -1,8 +1,8 @@
 """GPUs as the compiler sees them: the numbers of a GpuTargetConfigProto, so that none has to be present.
 
-Cores, clocks, caches and bandwidths are of NVIDIA's data sheets and white papers (Ampere GA100, Hopper GH100, Ada AD102,
-Blackwell GB100); limits of a compute capability are of the CUDA C++ Programming Guide, "Technical Specifications per
-Compute Capability". Memory is what the driver reports, a little less than the data sheet's number.
+Cores, clocks, caches and bandwidths are of NVIDIA's data sheets and white papers; limits of a compute capability are of
+the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". Memory is what the driver reports, a
+little less than the data sheet's number. OpenXLA keeps such files for some of these GPUs (target_config/specs).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every collective of a compiled program, and what its schedule puts between a collective's start and its end.
 
-`jax5d.measure.ledger` reads a jaxpr: what the program asks for. This reads what the compiler made of it: collectives are
-combined, some vanish, and each that is asynchronous has a start and a done with other work in between, or none. Groups of
-one device are left out, as they move nothing; loops count as often as the compiler knows that they run.
+`jax5d.measure.ledger` reads a jaxpr: what the program asks for. This reads what the compiler made of it: collectives
+are combined, some vanish, and each that is asynchronous has a start and a done with other work in between, or none.
+Groups of one device are left out, as they move nothing; loops count as often as the compiler knows that they run.
 """
 
 from __future__ import annotations
