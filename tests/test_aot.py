@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from tiny import config
 
 from jax5d.config import ConfigError, RunConfig
-from jax5d.costs.collectives import Collective, merge
+from jax5d.costs.collectives import merge
 from jax5d.costs.communication import StepTraffic
 from jax5d.costs.memory import state_bytes
 from jax5d.measure import aot
@@ -32,63 +31,61 @@ CUBE = run(pp=2, dp=2, tp=2)
 FLAT = run(dp=2, tp=4)
 
 
-@cache
 def compiled(which: RunConfig) -> Compiled:
     """For 2 hosts of 4 H100s; sums are not combined into one."""
     return compile_step(which, "h100", hosts=2, compiler_options={"xla_gpu_all_reduce_combine_threshold_bytes": 0})
 
 
-def scheduled(which: RunConfig) -> list[Collective]:
-    return merge(entry.collective for entry in compiled(which).timeline)
+@needs_plugin
+def test_without_a_pipeline_the_compiler_keeps_every_collective() -> None:
+    """Op by op, count by count, byte by byte what theory says, and so what the program asks for.
+
+    After a compilation the fake CPU devices are as they were.
+    """
+    step = compiled(FLAT)
+    assert step.ledger == StepTraffic(FLAT).table()
+    assert merge(entry.collective for entry in step.timeline) == StepTraffic(FLAT).table()
+    assert (step.hosts, step.gpus_per_host) == (2, 4)
+    assert {device.platform for device in jax.devices()} == {"cpu"}
+    assert float(jax.jit(lambda x: x + 1)(jax.numpy.float32(1))) == 2
 
 
 @needs_plugin
-def test_memory_equals_theory() -> None:
+def test_a_step_on_three_axes() -> None:
+    """One compilation, three readings: memory, collectives, and what hides."""
+    step = compiled(CUBE)
+    check_memory(step)
+    check_merged_sums(step)
+    check_hiding(step)
+
+
+def check_memory(step: Compiled) -> None:
     """Arguments: parameters, moments, counters, and a batch of 2 arrays of 2 x 2 x 32 int32. The state is donated."""
-    memory = compiled(CUBE).memory
+    memory = step.memory
     assert memory.arguments == state_bytes(CUBE) + 2 * (2 * 2 * 32) * 4
     assert memory.aliased == state_bytes(CUBE)
     assert memory.peak == memory.arguments + (memory.outputs - memory.aliased) + memory.temporaries
     assert memory.temporaries > 0
 
 
-@needs_plugin
-def test_without_a_pipeline_the_compiler_keeps_every_collective() -> None:
-    """Op by op, count by count, byte by byte what theory says, and so what the program asks for."""
-    assert compiled(FLAT).ledger == StepTraffic(FLAT).table()
-    assert scheduled(FLAT) == StepTraffic(FLAT).table()
-
-
-@needs_plugin
-def test_with_a_pipeline_the_compiler_merges_sums() -> None:
+def check_merged_sums(step: Compiled) -> None:
     """A sum over tp and then pp becomes one over both, and a send whose result nobody reads goes. Gradients stay."""
     theory = {(e.op, e.axes): e for e in StepTraffic(CUBE).table()}
-    made = {(e.op, e.axes): e for e in scheduled(CUBE)}
+    made = {(e.op, e.axes): e for e in merge(entry.collective for entry in step.timeline)}
     for kept in (("psum", ("dp",)), ("psum", ("pp", "dp")), ("pmax", ("pp", "tp"))):
         assert made[kept] == theory[kept]
-    assert sum(e.wire_bytes for e in made.values()) <= sum(e.wire_bytes for e in theory.values())
     assert set(made) == set(theory)
+    assert sum(e.wire_bytes for e in made.values()) <= sum(e.wire_bytes for e in theory.values())
 
 
-@needs_plugin
-def test_every_byte_is_hidden_or_exposed() -> None:
-    """By axes; and on the way some are hidden."""
-    step = compiled(CUBE)
-    totals: dict[Any, Fraction] = {}
-    for e in scheduled(CUBE):
-        totals[e.axes] = totals.get(e.axes, Fraction(0)) + e.wire_bytes
+def check_hiding(step: Compiled) -> None:
+    """Every byte is hidden or exposed, by its axes; some are hidden, behind matrix multiplies of known size."""
+    totals: dict[tuple[str, ...], Fraction] = {}
+    for entry in step.timeline:
+        totals[entry.axes] = totals.get(entry.axes, Fraction(0)) + entry.wire_bytes
     exposed, hidden = step.exposed_bytes, step.hidden_bytes
     assert {axes: exposed.get(axes, 0) + hidden.get(axes, 0) for axes in exposed | hidden} == totals
-    assert sum(hidden.values()) == sum(e.wire_bytes for e in step.timeline if e.cover_flops)
-    assert (step.hosts, step.gpus_per_host) == (2, 4)
-
-
-@needs_plugin
-def test_the_cpu_goes_on() -> None:
-    """After a compilation the fake devices are as they were."""
-    compiled(FLAT)
-    assert {device.platform for device in jax.devices()} == {"cpu"}
-    assert float(jax.jit(lambda x: x + 1)(jax.numpy.float32(1))) == 2
+    assert sum(hidden.values()) == sum(e.wire_bytes for e in step.timeline if e.cover_flops) > 0
 
 
 def test_cluster_shapes() -> None:
