@@ -123,7 +123,7 @@ def test_an_unknown_gpu_is_refused(name: str, nearest: str) -> None:
 
 
 def test_target_config_of_an_h100() -> None:
-    """Numbers of its data sheet and of compute capability 9.0, as the text format writes them."""
+    """Its own numbers and those of compute capability 9.0, as the text format writes them."""
     text = " ".join(target_config(find_gpu("h100")).split())
     for field in (
         "core_count: 132",

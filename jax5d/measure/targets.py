@@ -1,8 +1,9 @@
 """GPUs as the compiler sees them: the numbers of a GpuTargetConfigProto, so that none has to be present.
 
-Cores, clocks, caches and bandwidths are of NVIDIA's data sheets and white papers; limits of a compute capability are of
-the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". Memory is what the driver reports, a
-little less than the data sheet's number. OpenXLA keeps such files for some of these GPUs (target_config/specs).
+The numbers of A100, H100, H200 and B200 are those that OpenXLA keeps, as read from such devices
+(xla/backends/gpu/target_config/specs); memory is what the driver reports, a little less than the data sheet's number.
+Limits of a compute capability are also in the CUDA C++ Programming Guide, "Technical Specifications per Compute
+Capability".
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Limits:
     """Float32 units of a multiprocessor."""
 
 
-CC_80 = Limits(8, 0, shared_kib=164, threads=2048, float32_units=64)  # CUDA guide, 8.0
-CC_89 = Limits(8, 9, shared_kib=100, threads=1536, float32_units=128)  # CUDA guide, 8.9
-CC_90 = Limits(9, 0, shared_kib=228, threads=2048, float32_units=128)  # CUDA guide, 9.0
-CC_100 = Limits(10, 0, shared_kib=228, threads=2048, float32_units=128)  # CUDA guide, 10.0
+CC_80 = Limits(8, 0, shared_kib=164, threads=2048, float32_units=64)
+CC_89 = Limits(8, 9, shared_kib=100, threads=1536, float32_units=128)  # no file of OpenXLA: the guide alone
+CC_90 = Limits(9, 0, shared_kib=228, threads=2048, float32_units=128)
+CC_100 = Limits(10, 0, shared_kib=228, threads=2048, float32_units=128)
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,16 @@ class Gpu:
 
 
 GPUS: dict[str, Gpu] = {
-    # A100 data sheet: 108 SMs, 1.41 GHz, 40 MB L2; 1.555 TB/s of HBM2, or 2.039 TB/s of HBM2e
+    # OpenXLA, a100_sxm_40 and a100_sxm_80
     "a100-40": Gpu("NVIDIA A100-SXM4-40GB", CC_80, 108, 1.41, 40 * MIB, 1_555_200_000_000, 42_331_013_120),
     "a100-80": Gpu("NVIDIA A100-SXM4-80GB", CC_80, 108, 1.41, 40 * MIB, 2_039_040_000_000, 85_100_068_864),
-    # H100 SXM data sheet: 132 SMs, 1.98 GHz, 50 MB L2, 3.35 TB/s of HBM3
+    # OpenXLA, h100_sxm
     "h100": Gpu("NVIDIA H100 80GB HBM3", CC_90, 132, 1.98, 50 * MIB, 3_352_320_000_000, 84_942_979_072),
-    # H200 data sheet: the same die, 141 GB of HBM3e at 4.8 TB/s
+    # OpenXLA, h200: the same die, more and faster memory
     "h200": Gpu("NVIDIA H200", CC_90, 132, 1.98, 50 * MIB, 4_800_000_000_000, 151_397_597_184),
-    # B200 data sheet: 148 SMs, 1.965 GHz, 126.5 MB L2, 7.7 TB/s of HBM3e
+    # OpenXLA, b200
     "b200": Gpu("NVIDIA B200", CC_100, 148, 1.965, 129_536 * KIB, 7_672_320_000_000, 191_514_411_008),
-    # Ada white paper, table 2: 128 SMs, 2.52 GHz, 72 MB L2, 1.008 TB/s of GDDR6X; nvidia-smi: 24564 MiB
+    # NVIDIA's specification: 128 SMs, 2.52 GHz, 72 MB L2, 1.008 TB/s, 24 GB; of its memory nvidia-smi shows 24564 MiB
     "rtx4090": Gpu("NVIDIA GeForce RTX 4090", CC_89, 128, 2.52, 72 * MIB, 1_008_000_000_000, 24_564 * MIB),
 }
 """By the names that a user types."""
