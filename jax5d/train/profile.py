@@ -59,7 +59,7 @@ class Profile:
             jax.block_until_ready(state)
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # each Python call would be an event, and drown those of the devices
-            jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True, profiler_options=options)
+            jax.profiler.start_trace(str(self._folder), profiler_options=options)
             self._open = True
 
     def step(self, number: int, function: Callable[..., Tree], *args: Tree) -> Tree:
