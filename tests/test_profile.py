@@ -208,6 +208,25 @@ def test_a_trace_longer_than_viewers_show(setting, tmp_path, monkeypatch):
     assert "lower --train.profile_steps" in said
 
 
+def test_a_profile_that_cannot_be_made_does_not_end_the_run(setting, plain, tmp_path, monkeypatch):
+    """Another trace is open; the disk is full."""
+    jax.profiler.start_trace(str(tmp_path / "other"))
+    run, said = setting.fit(tmp_path / "a", steps=4, profile_start=1, profile_steps=2)
+    jax.profiler.stop_trace()
+    assert "nothing is profiled: Profile has already been started" in said
+    assert fitting.losses(run) == plain[0][:4]
+
+    def stop():
+        whole()
+        raise OSError("no space\nleft")
+
+    whole = jax.profiler.stop_trace
+    monkeypatch.setattr(jax.profiler, "stop_trace", stop)
+    run, said = setting.fit(tmp_path / "b", steps=4, profile_start=1, profile_steps=2)
+    assert f"no profile could be written to {tmp_path / 'b' / 'profile'}: no space left" in said
+    assert fitting.losses(run) == plain[0][:4]
+
+
 @pytest.mark.parametrize(
     ("train", "parts"),
     [

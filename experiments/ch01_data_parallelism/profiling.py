@@ -117,7 +117,7 @@ def run(options: TrainingOptions, folder: Path, console: Console) -> Outcome:
 
 
 def for_perfetto(file: Path) -> Path:
-    """Write perfetto_trace.json.gz beside a trace: its trace.json.gz without the metadata that Perfetto does not take."""
+    """Write perfetto_trace.json.gz beside a trace: its trace.json.gz without the metadata, unknown to Perfetto."""
     (source,) = file.parent.glob(f"{file.name.removesuffix('.xplane.pb')}.trace.json.gz")
     events = json.loads(gzip.decompress(source.read_bytes()))
     del events["metadata"]
