@@ -16,7 +16,7 @@ from jax5d.costs.communication import StepTraffic
 from jax5d.costs.memory import state_bytes
 from jax5d.measure import aot
 from jax5d.measure.aot import Compiled, cluster, compile_step
-from jax5d.measure.targets import GPUS, find_gpu, target_config
+from jax5d.measure.targets import CHIPS, target_config
 
 PLUGIN = any(find_spec("jax_plugins") and find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13))
 needs_plugin = pytest.mark.skipif(not PLUGIN, reason="JAX's CUDA plugin is not installed")
@@ -124,7 +124,7 @@ def test_an_unknown_gpu_is_refused(name: str, nearest: str) -> None:
 
 def test_target_config_of_an_h100() -> None:
     """Its own numbers and those of compute capability 9.0, as the text format writes them."""
-    text = " ".join(target_config(find_gpu("h100")).split())
+    text = " ".join(target_config("h100").split())
     for field in (
         "core_count: 132",
         "shared_memory_per_core: 233472",
@@ -136,18 +136,18 @@ def test_target_config_of_an_h100() -> None:
         "cuda_compute_capability { major: 9 minor: 0",
     ):
         assert field in text
-    assert list(GPUS) == ["a100-40", "a100-80", "h100", "h200", "b200", "rtx4090"]
-    capabilities = {name: (gpu.limits.major, gpu.limits.minor) for name, gpu in GPUS.items()}
+    assert list(CHIPS) == ["a100-40", "a100-80", "h100", "h200", "b200", "rtx4090"]
+    capabilities = {name: (gpu.limits.major, gpu.limits.minor) for name, gpu in CHIPS.items()}
     assert set(capabilities.values()) == {(8, 0), (9, 0), (10, 0), (8, 9)}
     assert capabilities["rtx4090"] == (8, 9)
 
 
 @needs_plugin
-@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("name", CHIPS)
 def test_every_target_is_one_that_xla_reads(name: str) -> None:
     """A device for each, under its own name, on the cluster asked for."""
-    devices = aot._devices(target_config(GPUS[name]), 2, 4)
-    assert {device.device_kind for device in devices} == {GPUS[name].description}
+    devices = aot._devices(target_config(name), 2, 4)
+    assert {device.device_kind for device in devices} == {CHIPS[name].description}
     assert [device.process_index for device in devices] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 

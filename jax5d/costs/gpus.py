@@ -22,8 +22,8 @@ class Gpu:
     """Parts of JAX's `device_kind` that tell it."""
     memory: int
     """Bytes, as it is sold, a gigabyte taken for 1e9; a device may well have 2^30 for each."""
-    visible: int | None
-    """Bytes that the driver shows to a program, where known; JAX takes 75 % of them unless told otherwise."""
+    visible: int
+    """Bytes that the driver shows to a program; JAX takes 75 % of them unless told otherwise."""
     bandwidth: float
     """Bytes/s of its memory."""
     float32: float
@@ -102,7 +102,7 @@ _ROWS = (
         name="h200",
         kinds=("H200",),
         memory=141 * 10**9,
-        visible=None,
+        visible=151_397_597_184,  # XLA
         bandwidth=4800e9,
         float32=67e12,
         tf32=494e12,
@@ -134,7 +134,7 @@ _ROWS = (
         name="rtx4090",
         kinds=("RTX 4090",),
         memory=24 * 10**9,
-        visible=None,
+        visible=24_564 * 2**20,  # nvidia-smi
         bandwidth=1008e9,
         float32=82.6e12,
         tf32=82.6e12,
@@ -155,7 +155,7 @@ _H100_PCIE = Gpu(
     name="h100-pcie",
     kinds=("H100 PCIe",),
     memory=80 * 10**9,
-    visible=None,
+    visible=84_942_979_072,  # as the SXM module
     bandwidth=2000e9,
     float32=51e12,
     tf32=378e12,
@@ -170,8 +170,9 @@ _H100_PCIE = Gpu(
 def gpu(name: str) -> Gpu:
     """A row of `GPUS`; `ConfigError` with the nearest name for any other."""
     if name not in GPUS:
-        near = get_close_matches(name, GPUS, n=1, cutoff=0) or [*GPUS]
-        raise ConfigError(f"gpu={name!r} is not known; did you mean {near[0]}? Known: {', '.join(GPUS)}")
+        longer = [known for known in GPUS if known.startswith(name.lower())]
+        (near, *_) = longer or get_close_matches(name.lower(), GPUS, n=1, cutoff=0)
+        raise ConfigError(f"gpu={name!r} is not known; did you mean {near}? There are {', '.join(GPUS)}")
     return GPUS[name]
 
 

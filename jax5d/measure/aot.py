@@ -25,7 +25,7 @@ from jax.experimental import topologies
 from jax5d.config import ConfigError, RunConfig, check
 from jax5d.costs.collectives import Collective
 from jax5d.measure.ledger import ledger
-from jax5d.measure.targets import find_gpu, target_config
+from jax5d.measure.targets import target_config
 from jax5d.measure.timeline import Scheduled, timeline
 from jax5d.mesh import make_mesh, quieten_plugins
 from jax5d.train.step import Trainer
@@ -111,7 +111,7 @@ def compile_step(
 
     Args:
         config: the mesh, devices in its order: tp runs inside a host, as far as it fits.
-        gpu: a name of `jax5d.measure.targets.GPUS`.
+        gpu: a name of `jax5d.costs.gpus.GPUS`.
         hosts: their number; default: as few as the mesh needs.
         gpus_per_host: default: 8, or what the given hosts make of the mesh.
         compiler_options: XLA flags of this one compilation, by name without dashes.
@@ -120,7 +120,7 @@ def compile_step(
         ConfigError: an unknown GPU, a cluster of another size than the mesh, an unknown option, or a JAX that cannot
             compile for CUDA.
     """
-    target = target_config(find_gpu(gpu))
+    target = target_config(gpu)
     check(config)
     hosts, gpus_per_host = cluster(config.mesh.size, hosts, gpus_per_host)
     mesh = make_mesh(config.mesh, _devices(target, hosts, gpus_per_host))

@@ -1,17 +1,16 @@
 """GPUs as the compiler sees them: the numbers of a GpuTargetConfigProto, so that none has to be present.
 
 The numbers of A100, H100, H200 and B200 are those that OpenXLA keeps, as read from such devices
-(xla/backends/gpu/target_config/specs); memory is what the driver reports, a little less than the data sheet's number.
+(xla/backends/gpu/target_config/specs).
 Limits of a compute capability are also in the CUDA C++ Programming Guide, "Technical Specifications per Compute
 Capability".
 """
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
-from jax5d.config import ConfigError
+from jax5d.costs.gpus import gpu
 
 KIB, MIB = 2**10, 2**20
 
@@ -37,8 +36,8 @@ CC_100 = Limits(10, 0, shared_kib=228, threads=2048, float32_units=128)
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """One product."""
+class Chip:
+    """What the compiler asks about a product, beside its memory (`jax5d.costs.gpus`)."""
 
     description: str
     """The name that the driver reports."""
@@ -48,37 +47,31 @@ class Gpu:
     l2_bytes: int
     bandwidth: int
     """Of its memory, bytes per second."""
-    memory_bytes: int
 
 
-GPUS: dict[str, Gpu] = {
+CHIPS: dict[str, Chip] = {
     # OpenXLA, a100_sxm_40 and a100_sxm_80
-    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", CC_80, 108, 1.41, 40 * MIB, 1_555_200_000_000, 42_331_013_120),
-    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", CC_80, 108, 1.41, 40 * MIB, 2_039_040_000_000, 85_100_068_864),
+    "a100-40": Chip("NVIDIA A100-SXM4-40GB", CC_80, 108, 1.41, 40 * MIB, 1_555_200_000_000),
+    "a100-80": Chip("NVIDIA A100-SXM4-80GB", CC_80, 108, 1.41, 40 * MIB, 2_039_040_000_000),
     # OpenXLA, h100_sxm
-    "h100": Gpu("NVIDIA H100 80GB HBM3", CC_90, 132, 1.98, 50 * MIB, 3_352_320_000_000, 84_942_979_072),
+    "h100": Chip("NVIDIA H100 80GB HBM3", CC_90, 132, 1.98, 50 * MIB, 3_352_320_000_000),
     # OpenXLA, h200: the same die, more and faster memory
-    "h200": Gpu("NVIDIA H200", CC_90, 132, 1.98, 50 * MIB, 4_800_000_000_000, 151_397_597_184),
+    "h200": Chip("NVIDIA H200", CC_90, 132, 1.98, 50 * MIB, 4_800_000_000_000),
     # OpenXLA, b200
-    "b200": Gpu("NVIDIA B200", CC_100, 148, 1.965, 129_536 * KIB, 7_672_320_000_000, 191_514_411_008),
-    # NVIDIA's specification: 128 SMs, 2.52 GHz, 72 MB L2, 1.008 TB/s, 24 GB; of its memory nvidia-smi shows 24564 MiB
-    "rtx4090": Gpu("NVIDIA GeForce RTX 4090", CC_89, 128, 2.52, 72 * MIB, 1_008_000_000_000, 24_564 * MIB),
+    "b200": Chip("NVIDIA B200", CC_100, 148, 1.965, 129_536 * KIB, 7_672_320_000_000),
+    # NVIDIA's specification: 128 SMs, 2.52 GHz, 72 MB L2, 1.008 TB/s
+    "rtx4090": Chip("NVIDIA GeForce RTX 4090", CC_89, 128, 2.52, 72 * MIB, 1_008_000_000_000),
 }
-"""By the names that a user types."""
+"""By the names of `jax5d.costs.gpus`."""
 
 
-def find_gpu(name: str) -> Gpu:
-    """The GPU of a name. Raises `ConfigError` with the nearest one where there is none."""
-    if name in GPUS:
-        return GPUS[name]
-    longer = [known for known in GPUS if known.startswith(name.lower())]
-    (nearest, *_) = longer or difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0)
-    raise ConfigError(f"gpu={name!r} is not known; did you mean {nearest}? There are {', '.join(GPUS)}")
+def target_config(name: str) -> str:
+    """The text of a GpuTargetConfigProto: what XLA asks a device before it compiles for it.
 
-
-def target_config(gpu: Gpu) -> str:
-    """The text of a GpuTargetConfigProto: what XLA asks a device before it compiles for it."""
-    limits = gpu.limits
+    Raises `ConfigError` for a GPU that `jax5d.costs.gpus` does not know.
+    """
+    memory, chip = gpu(name).visible, CHIPS[name]
+    limits = chip.limits
     # from 9.0 on XLA uses the instructions that only this very architecture has (sm_90a, sm_100a)
     own = "feature_extension: ACCELERATED_FEATURES" if limits.major >= 9 else ""
     return f"""
@@ -88,12 +81,12 @@ def target_config(gpu: Gpu) -> str:
           registers_per_core_limit: 65536 registers_per_block_limit: 65536
           shared_memory_per_block: {48 * KIB} shared_memory_per_core: {limits.shared_kib * KIB}
           shared_memory_per_block_optin: {(limits.shared_kib - 1) * KIB}
-          core_count: {gpu.multiprocessors} fpus_per_core: {limits.float32_units} clock_rate_ghz: {gpu.boost_ghz}
-          l2_cache_size: {gpu.l2_bytes} memory_bandwidth: {gpu.bandwidth} device_memory_size: {gpu.memory_bytes}
+          core_count: {chip.multiprocessors} fpus_per_core: {limits.float32_units} clock_rate_ghz: {chip.boost_ghz}
+          l2_cache_size: {chip.l2_bytes} memory_bandwidth: {chip.bandwidth} device_memory_size: {memory}
           cuda_compute_capability {{ major: {limits.major} minor: {limits.minor} {own} }}
         }}
         platform_name: "CUDA"
         dnn_version_info {{ major: 9 minor: 10 }}
         runtime_version {{ major: 12 minor: 9 }}
-        device_description_str: "{gpu.description}"
+        device_description_str: "{chip.description}"
     """
