@@ -5,8 +5,8 @@
 Both start from the same weights and see the same batches in float32, with AdamW, clipping and recomputation alike;
 their losses must agree to 1e-5 over three steps before anything is timed. They are timed in turn, round by round,
 each first in every second round, and the medians are printed: a noisy machine is noisy for both, and processor time
-hardly sees what else runs. Bytes are counted from both compiled programs by one counter (`benchmarks.hlo`), and the
-library's also from its jaxpr. About 3 minutes on 2 CPU cores that have nothing else to do.
+hardly sees what else runs. Bytes are counted from both compiled programs by one counter (`jax5d.measure.timeline`),
+and the library's also from its jaxpr. About 3 minutes on 2 CPU cores that have nothing else to do.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from jax.sharding import NamedSharding
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import automatic, hlo
+from benchmarks import automatic
 from jax5d.config import MeshConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig, check
 from jax5d.measure.ledger import ledger
+from jax5d.measure.timeline import timeline
 from jax5d.mesh import use_cpu_devices
 from jax5d.train.step import Trainer
 
@@ -62,9 +63,9 @@ class Side:
         self.step_seconds.append(time.perf_counter() - wall)
         self.cpu_seconds.append(time.process_time() - cpu)
 
-    def report(self) -> dict[str, Any]:
+    def report(self, mesh: MeshConfig) -> dict[str, Any]:
         """What is printed, in SI units."""
-        moved = hlo.collectives(self.compiled.as_text())
+        moved = timeline(self.compiled.as_text(), mesh)
         return {
             "step_seconds": median(self.step_seconds),
             "cpu_seconds": median(self.cpu_seconds),
@@ -156,8 +157,8 @@ def compare(mesh: MeshConfig, remat: Literal["none", "full"], rounds: int) -> di
     return {
         "mesh": asdict(mesh),
         "losses": losses,
-        "ours": a.report() | {"ledger_wire_bytes": ledger_wire},
-        "gspmd": b.report(),
+        "ours": a.report(mesh) | {"ledger_wire_bytes": ledger_wire},
+        "gspmd": b.report(mesh),
     }
 
 

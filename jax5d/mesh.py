@@ -36,5 +36,16 @@ def use_cpu_devices(count: int) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if flag not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+    quieten_plugins()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
+
+
+def quieten_plugins() -> None:
+    """Keep the compiler of a plugin from printing warnings (that a program does not fit a GPU, for one).
+
+    Plugins read the level when JAX loads them, at its first look for devices. "1" is what JAX itself has set; any other
+    value is the user's.
+    """
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "1":
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from jax5d.config import PRESETS
-from jax5d.costs.flops import active_parameters, flops_per_token, peak_flops
+from jax5d.costs.flops import active_parameters, flops_per_token
 from jax5d.costs.memory import state_bytes
 from jax5d.costs.parameters import count, leaves
 from jax5d.measure.memory import bytes_on_device
@@ -74,9 +74,3 @@ def test_leaves_and_state_are_the_arrays(mesh, model):
     padding = state.params["outer"]["wte"].shape[0] - 97
     tables = 1 if run.model.tied else 2
     assert count(run.model) == sum(x.size for x in jax.tree.leaves(state.params)) - tables * padding * 32
-
-
-def test_peak_flops():
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert peak_flops("cpu") is None

@@ -23,10 +23,23 @@ def greedy(trainer: Trainer, prompt: list[int], count: int) -> list[int]:
     return text
 
 
-@pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"pp": 2, "cp": 2, "tp": 2}, {"dp": 2, "cp": 2}], ids=str)
-def test_greedy_is_the_plain_models_text(mesh):
+UNTIED_LLAMA = {"architecture": "llama", "tied": False}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model"),
+    [
+        ({}, {}),
+        ({"tp": 2}, {}),
+        ({"pp": 2, "cp": 2, "tp": 2}, {}),
+        ({"dp": 2, "cp": 2}, {}),
+        ({"pp": 2, "cp": 2, "tp": 2}, UNTIED_LLAMA),
+    ],
+    ids=str,
+)
+def test_greedy_is_the_plain_models_text(mesh, model):
     """B68: a prompt of 30 and 10 more tokens, past the 32 positions: the window slides."""
-    trainer = fitting.trainer(fitting.config(mesh, vocab=97))
+    trainer = fitting.trainer(fitting.config(mesh, vocab=97, **model))
     prompt = [int(i) for i in np.random.default_rng(1).integers(0, 97, 30)]
     written = generate(trainer, trainer.init().params, prompt, 10, temperature=0.0)
     assert written.shape == (trainer.config.mesh.batch_shards, 40)

@@ -103,7 +103,7 @@ def test_a_refusal_does_not_depend_on_the_terminal(columns: str, monkeypatch: py
         ("seed: 2020-13-13", 1, ["month"]),
         ("parallel:\n  sequence: 1", 2, ["parallel.sequence=1", "true or false"]),
         ("data: {source: 5}", 1, ["data.source=5", "text"]),
-        ("model:\n  dtype: float16", 2, ["model.dtype", "float16", "bfloat16"]),
+        ("model:\n  dtype: float8", 2, ["model.dtype", "float8", "bfloat16"]),
         ("out: elsewhere", 1, ["out", "--out"]),
         ("experiment: slm_5d", 1, ["slm_5d", "gpt2"]),
         ("train:\n  steps: 1\n   clip: 2", 3, ["not valid YAML"]),

@@ -70,9 +70,10 @@ def test_values_and_gradients(cp: int, causal: bool, piece: int, monkeypatch: py
         assert [shard.data.shape[1] for shard in gradient.addressable_shards] == [32 // cp] * cp
 
 
-def test_bfloat16_error_does_not_grow_with_the_ring() -> None:
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_error_of_16_bits_does_not_grow_with_the_ring(dtype: Any) -> None:
     """B23: the largest error of the output grows by at most 1.5, that of each gradient by 2, from 1 device to 8."""
-    values = random((1, 64, 4, 16), jnp.bfloat16)
+    values = random((1, 64, 4, 16), dtype)
     want = dense(*values)
     wide = lambda x: np.asarray(x.astype(jnp.float32), np.float64)  # noqa: E731
     errors = {}

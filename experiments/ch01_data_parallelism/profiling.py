@@ -12,12 +12,14 @@ for a device that has not had its turn, so communication is the larger part, and
 
 Any training run makes such a profile with --train.profile_steps 2. Open it with
 
-    pip install tensorboard xprof && tensorboard --logdir RUN    then the Profile tab (Trace Viewer)
-    https://ui.perfetto.dev                                      with perfetto_trace.json.gz of the run's profile folder
+    pip install tensorboard xprof && tensorboard --logdir RUN    then the Profile tab, Trace Viewer
+    https://ui.perfetto.dev                                      with the perfetto_trace.json.gz of this experiment
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -97,13 +99,9 @@ def run(options: TrainingOptions, folder: Path, console: Console) -> Outcome:
     traffic = Traffic.of(trainer)
     trace = read_trace(folder / "profile")
     save_figure(_figure(trace, options), folder, "profile")
-    console.print(
-        f"open the profile with: tensorboard --logdir {folder} (pip install tensorboard xprof), or give "
-        f"{trace.file.parent / 'perfetto_trace.json.gz'} to https://ui.perfetto.dev",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    text = f"tensorboard --logdir {folder} (pip install tensorboard xprof), or {for_perfetto(trace.file)} at "
+    text += "https://ui.perfetto.dev"
+    console.print(f"open the profile with {text}", highlight=False, markup=False, soft_wrap=True)
     return Outcome(
         checks=_checks(trace, result, traffic, options),
         metrics={
@@ -116,6 +114,16 @@ def run(options: TrainingOptions, folder: Path, console: Console) -> Outcome:
         },
         tables=[_shares(trace), _operations(trace)],
     )
+
+
+def for_perfetto(file: Path) -> Path:
+    """Write perfetto_trace.json.gz beside a trace: its trace.json.gz without the metadata, unknown to Perfetto."""
+    (source,) = file.parent.glob(f"{file.name.removesuffix('.xplane.pb')}.trace.json.gz")
+    events = json.loads(gzip.decompress(source.read_bytes()))
+    del events["metadata"]
+    target = file.parent / "perfetto_trace.json.gz"
+    target.write_bytes(gzip.compress(json.dumps(events).encode(), compresslevel=6))
+    return target
 
 
 def _checks(trace: Trace, result: Run, traffic: Traffic, options: TrainingOptions) -> list[Check]:

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
-import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.interpreters import partial_eval as pe
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jax5d.config import AXES
 from jax5d.costs.collectives import Collective, merge, wire_bytes
+from jax5d.measure.program import inner_jaxprs, live_jaxpr
 
 OPS = {
     "psum": "psum",
@@ -42,9 +41,7 @@ def ledger(function: Callable[..., Any], *args: Any) -> list[Collective]:
     Raises:
         NotImplementedError: a collective inside a while loop of unknown length, or in branches that differ.
     """
-    closed = jax.make_jaxpr(function)(*args)
-    live, _ = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    return merge(_walk(live, 1, {}))
+    return merge(_walk(live_jaxpr(function, *args), 1, {}))
 
 
 def _walk(jaxpr: Jaxpr, times: int, sizes: dict[str, int]) -> Iterator[Collective]:
@@ -55,23 +52,13 @@ def _walk(jaxpr: Jaxpr, times: int, sizes: dict[str, int]) -> Iterator[Collectiv
             continue
         inner = sizes | dict(eqn.params["mesh"].shape) if name == "shard_map" else sizes
         repeat = times * eqn.params["length"] if name == "scan" else times
-        bodies = [list(_walk(body, repeat, inner)) for body in _bodies(eqn)]
+        bodies = [list(_walk(body, repeat, inner)) for body in inner_jaxprs(eqn)]
         if name == "cond" and any(merge(b) != merge(bodies[0]) for b in bodies):
             raise NotImplementedError(f"branches with different collectives: {eqn}")
         if name == "while" and any(bodies):
             raise NotImplementedError(f"a collective in a loop of unknown length: {eqn}")
         for body in bodies[:1] if name == "cond" else bodies:
             yield from body
-
-
-def _bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """The jaxprs inside an equation."""
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, Jaxpr):
-                yield item
 
 
 def _entry(eqn: JaxprEqn, times: int, sizes: dict[str, int]) -> Iterator[Collective]:

@@ -39,6 +39,7 @@ class Draw(NamedTuple):
     query_ids: jax.Array
 
 
+@jax.named_scope("cp_share")
 def from_owner(x: jax.Array, owner: jax.Array) -> jax.Array:
     """The value of the cp device `owner` on all of them: psum of a masked value over cp, 2 (c-1)/c K bytes."""
     return lax.psum(jnp.where(owner == lax.axis_index("cp"), x, 0), "cp")
@@ -69,6 +70,7 @@ def _attend(q: jax.Array, kv: jax.Array, draw: Draw, mask: Mask) -> jax.Array:
     return _forward(q, kv, draw, mask)[0]
 
 
+@jax.named_scope("cp_ring")
 def _rotate(x: jax.Array) -> jax.Array:
     """Send to the next device of the ring. Transpose: send to the previous. Bytes: K."""
     size = lax.axis_size("cp")

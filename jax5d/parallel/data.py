@@ -57,16 +57,19 @@ def squares(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree)
 
 
+@jax.named_scope("sum_over_shards")
 def sum_over_shards(x: jax.Array) -> jax.Array:
     """Sum over the devices that hold different tokens: psum over dp, ep, cp, 2 (n-1)/n K bytes. Transpose: identity."""
     return lax.psum(x, DATA_AXES)
 
 
+@jax.named_scope("sum_over_varying")
 def sum_over_varying(x: jax.Array) -> jax.Array:
     """Sum over every axis along which `x` varies: psum over those, 2 (n-1)/n K bytes. Transpose: identity."""
     return lax.psum(x, tuple(jax.typeof(x).manual_axis_type.varying))
 
 
+@jax.named_scope("global_norm")
 def global_norm(tree: Tree, specs: Tree) -> jax.Array:
     """The 2-norm of a tree of local shards, in which every parameter of the global tree counts once. float32 [].
 

@@ -46,6 +46,7 @@ class Balance(NamedTuple):
     """int32 [e]: tokens sent to each expert."""
 
 
+@jax.named_scope("router_sums")
 def balance(logits: jax.Array, route: Route, token_axes: tuple[str, ...]) -> Balance:
     """Statistics over the global microbatch.
 
@@ -85,6 +86,7 @@ def assign(experts: jax.Array, count: int) -> jax.Array:
     return rearrange(jnp.sum(before * mine, axis=-1), "g (k t) -> g t k", k=experts.shape[-1])
 
 
+@jax.named_scope("ep_dispatch")
 def dispatch(x: jax.Array, experts: jax.Array, slots: jax.Array, count: int, size: int) -> jax.Array:
     """Send tokens to their experts: [g, t, d] -> [ep g, e/ep, c, d].
 
@@ -96,6 +98,7 @@ def dispatch(x: jax.Array, experts: jax.Array, slots: jax.Array, count: int, siz
     return lax.all_to_all(filled, "ep", split_axis=1, concat_axis=0, tiled=True)
 
 
+@jax.named_scope("ep_combine")
 def combine(y: jax.Array, route: Route, slots: jax.Array) -> jax.Array:
     """Bring results back and add a token's up by its gates: [ep g, e/ep, c, d] -> [g, t, d].
 

@@ -34,6 +34,7 @@ def noise_groups(specs: list[Any], token_axes: tuple[str, ...], sizes: dict[str,
     return groups
 
 
+@jax.named_scope("gradient_noise")
 def gradient_noise(
     before: Tree, reduced: Tree, specs: Tree, token_axes: tuple[str, ...], batch: int
 ) -> dict[str, jax.Array]:

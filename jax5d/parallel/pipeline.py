@@ -50,6 +50,7 @@ class Result:
     """Each leaf's sum of squares before it was reduced, float32 []."""
 
 
+@jax.named_scope("pp_send")
 def _step_to(x: jax.Array, by: int) -> jax.Array:
     """Send to the stage `by` further; the end stage receives zeros. Transpose: by -by. Bytes: (p-1)/p K a device."""
     size = lax.axis_size("pp")
@@ -64,6 +65,7 @@ def _is_last() -> jax.Array:
     return lax.axis_index("pp") == lax.axis_size("pp") - 1
 
 
+@jax.named_scope("pp_share")
 def _from_last(y: jax.Array) -> jax.Array:
     """Each stage's own copy of the last one's value: psum of a masked value over pp, 2 (p-1)/p K bytes.
 

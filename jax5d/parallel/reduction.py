@@ -50,6 +50,7 @@ class Overlapped:
     token_axes: tuple[str, ...]
     all_reduce: AllReduce
 
+    @jax.named_scope("reduce_gradients")
     def layer(self, grads: Tree) -> Tree:
         """Each leaf of the layer by itself."""
         specs = jax.tree.map(lambda spec: P(*spec[1:]), self.specs["blocks"], is_leaf=is_spec)

@@ -48,6 +48,7 @@ class Ring(NamedTuple):
         """This device's place in its ring, int32."""
         return lax.axis_index(self.ordered) // self.stride % self.size
 
+    @jax.named_scope("ring_send")
     def send(self, x: jax.Array) -> jax.Array:
         """To the neighbour, by ppermute over `axes`. Transpose: to the other neighbour. Bytes: K."""
         places = [(i, i // self.stride % self.size) for i in range(lax.axis_size(self.axes))]

@@ -15,10 +15,12 @@ class SequenceBoundary:
 
     axes: tuple[str, ...] = ("tp",)
 
+    @jax.named_scope("tp_gather")
     def enter(self, x: jax.Array) -> jax.Array:
         """[b, s/t, ...] -> [b, s, ...]: all_gather over tp, (t-1)/t of the output's bytes. Transpose: psum_scatter."""
         return lax.all_gather(x, "tp", axis=1, tiled=True)
 
+    @jax.named_scope("tp_scatter")
     def leave(self, x: jax.Array) -> jax.Array:
         """[b, s, d] -> [b, s/t, d]: psum_scatter over tp, (t-1)/t of the input's bytes. Transpose: all_gather."""
         return lax.psum_scatter(x, "tp", scatter_dimension=1, tiled=True)

@@ -46,10 +46,12 @@ class TensorBoundary:
 
     axes: tuple[str, ...] = ()
 
+    @jax.named_scope("tp_enter")
     def enter(self, x: jax.Array) -> jax.Array:
         """f: identity. Transpose: psum over tp, 2 (t-1)/t K bytes."""
         return lax.pcast(x, "tp", to="varying")
 
+    @jax.named_scope("tp_sum")
     def leave(self, x: jax.Array) -> jax.Array:
         """g: psum over tp, 2 (t-1)/t K bytes. Transpose: identity."""
         return lax.psum(x, "tp")
@@ -64,6 +66,7 @@ def vocab_start(rows: int) -> jax.Array:
     return lax.axis_index(VOCAB_AXES) * rows
 
 
+@jax.named_scope("vocab_sum")
 def embed_tokens(table: jax.Array, ids: jax.Array, boundary: Boundary, dtype: jnp.dtype) -> jax.Array:
     """Look tokens up in a table whose rows are split over (pp, tp).
 
@@ -85,6 +88,7 @@ def embed_tokens(table: jax.Array, ids: jax.Array, boundary: Boundary, dtype: jn
     return lax.psum(boundary.leave(jnp.where(owned[..., None], found, 0)), "pp")
 
 
+@jax.named_scope("vocab_max")
 def likeliest(y: jax.Array, table: jax.Array, noise: jax.Array, vocab: int) -> jax.Array:
     """The id that maximises logits + noise: y [b, d], table [v, d], noise float32 [b, v] -> int32 [b].
 
@@ -121,6 +125,7 @@ def cross_entropy(y: jax.Array, table: jax.Array, labels: jax.Array, *, vocab: i
     return _summed_loss(y_chunks, table.astype(jnp.float32), label_chunks, vocab)
 
 
+@jax.named_scope("vocab_loss")
 def _chunk_loss(y: jax.Array, table: jax.Array, labels: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
     """Loss of one chunk and its derivative with respect to the local logits: float32 [], float32 [n, v]."""
     rows = table.shape[0]

@@ -197,9 +197,8 @@ def config_from(values: dict[str, Any]) -> RunConfig:
         "train": TrainConfig,
         "data": DataConfig,
     }
-    tupled = {
-        k: {n: tuple(x) if isinstance(x, list) else x for n, x in v.items()} for k, v in values.items() if k in groups
-    }
+    grouped = {k: v for k, v in values.items() if k in groups}
+    tupled = {k: {n: tuple(x) if isinstance(x, list) else x for n, x in v.items()} for k, v in grouped.items()}
     return RunConfig(**values | {k: groups[k](**v) for k, v in tupled.items()})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import signal
 import time
@@ -20,12 +21,17 @@ from jax5d.data.batches import Batches, Windows, check_enough, evaluation_batche
 from jax5d.data.tokens import TokenFile
 from jax5d.train.checkpoint import Checkpoints, check_resume, read_about
 from jax5d.train.metrics import MetricsLog, jsonable, read_metrics
+from jax5d.train.noise import NoiseScale
 from jax5d.train.profile import Profile
 from jax5d.train.signals import Stopped, StopRequest
 from jax5d.train.step import Trainer, TrainState
 
 QUIET_SECONDS = 10
 """Without a terminal, a line is printed at least this often."""
+
+
+SMALLEST_SCALE = 1.0
+"""float16 training whose gradients overflow below this loss scale has diverged."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,8 @@ def fit(trainer: Trainer, data: Data, folder: Path, console: Console) -> Run:
             _progress(console) as bar,
             Profile(folder / "profile", trainer.config.train, start, partial(_say, console)) as profile,
         ):
-            state = _Loop(trainer, data, checkpoints, log, stop, bar, profile).run(state, start)
+            noise = NoiseScale(read_metrics(folder))
+            state = _Loop(trainer, data, checkpoints, log, stop, bar, profile, noise).run(state, start)
             checkpoints.finish()
     records = read_metrics(folder)
     done_before = start == trainer.config.train.steps  # then the log's loss may be of another number of sequences
@@ -138,9 +145,10 @@ class _Loop:
         stop: StopRequest,
         bar: Progress,
         profile: Profile,
+        noise: NoiseScale,
     ):
         self.trainer, self.data, self.checkpoints = trainer, data, checkpoints
-        self.log, self.stop, self.bar, self.profile = log, stop, bar, profile
+        self.log, self.stop, self.bar, self.profile, self.noise = log, stop, bar, profile, noise
         self.train = trainer.config.train
         self.clock = self.said = time.perf_counter()
 
@@ -177,16 +185,16 @@ class _Loop:
         values = {name: jsonable(value) for name, value in jax.device_get(metrics).items()}
         now = time.perf_counter()
         record = _measured(self.trainer, self.data.batches, step, now - self.clock) | values
-        for name in ("loss", "grad_norm"):
-            if values[name] is None:
-                raise FloatingPointError(f"{name} is not finite at step {step}; lower --train.learning_rate")
+        _check_finite(step, values)
+        record |= self.noise.after(values)
         if evaluate_state is not None:
             record["validation_loss"] = evaluate(self.trainer, evaluate_state, self.data.validation)
         self.log.write(record)
         self._show(record, task)
 
     def _show(self, record: dict[str, Any], task: TaskID) -> None:
-        text = f"loss {record['loss']:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
+        loss = math.nan if record["loss"] is None else record["loss"]
+        text = f"loss {loss:.3f}  {record['tokens_per_second']:,.0f} tokens/s"
         self.bar.update(task, completed=record["step"], description=text)
         validated = "validation_loss" in record
         if validated:
@@ -195,6 +203,20 @@ class _Loop:
         if validated or (self.bar.disable and now - self.said > QUIET_SECONDS):
             self.bar.console.print(f"step {record['step']}/{self.train.steps}  {text}", highlight=False)
             self.said = now
+
+
+def _check_finite(step: int, values: dict[str, Any]) -> None:
+    """Raise `FloatingPointError` where a step went wrong for good; loss scaling leaves an overflow out and goes on."""
+    if values.get("skipped"):
+        if values["loss_scale"] < SMALLEST_SCALE:
+            raise FloatingPointError(
+                f"gradients overflow at step {step} even at loss scale {values['loss_scale']}; lower "
+                "--train.learning_rate, or write --model.dtype bfloat16"
+            )
+        return
+    for name in ("loss", "grad_norm"):
+        if values[name] is None:
+            raise FloatingPointError(f"{name} is not finite at step {step}; lower --train.learning_rate")
 
 
 def _measured(trainer: Trainer, batches: Batches, step: int, seconds: float) -> dict[str, Any]:

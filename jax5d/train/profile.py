@@ -28,7 +28,7 @@ class Profile:
     """The window of a run that is profiled: steps `profile_start` + 1 to `profile_start` + `profile_steps`.
 
     A run that goes on inside the window profiles the rest of it, one that ends inside it what there is. Leaving the
-    context closes an open trace, whatever ended the run.
+    context closes an open trace, whatever ended the run. A profile that cannot be made does not end it.
 
     Args:
         folder: of the trace; made when there is something to write.
@@ -59,8 +59,12 @@ class Profile:
             jax.block_until_ready(state)
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # each Python call would be an event, and drown those of the devices
-            jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True, profiler_options=options)
-            self._open = True
+            try:
+                jax.profiler.start_trace(str(self._folder), profiler_options=options)
+                self._open = True
+            except RuntimeError as error:  # someone else has a trace open, and JAX makes one at a time
+                self._window = range(0)
+                self._say(f"nothing is profiled: {error}")
 
     def step(self, number: int, function: Callable[..., Tree], *args: Tree) -> Tree:
         """`function(*args)`; inside the window marked as step `number`, with its results awaited."""
@@ -78,7 +82,7 @@ class Profile:
             self._close()
 
     def _close(self) -> None:
-        """Write the trace and say where. A profile that cannot be written does not end the run."""
+        """Write the trace and say where."""
         self._open = False
         try:
             jax.profiler.stop_trace()
