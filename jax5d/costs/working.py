@@ -1,0 +1,130 @@
+"""The working set: what comes and goes within a step, at the moment when there is most of it.
+
+Beside state, gradients and waiting activations three moments compete: inside a layer's backward pass, before it under
+sequence parallelism, and inside the head. A compiler that packs buffers well needs room for the largest only. What is
+said here of XLA was read from its buffer assignments for an H100; another version may do better.
+
+Letters as in `jax5d.costs.activations`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+from jax5d.config import RunConfig
+from jax5d.costs.activations import Activations
+from jax5d.costs.parameters import BYTES, FLOAT32, leaves
+
+PIECE = 512
+"""Most keys for which our own attention has scores at a time."""
+
+
+@dataclass(frozen=True)
+class Working:
+    """Bytes on one device, beyond the buckets, at each of the moments."""
+
+    config: RunConfig
+
+    @property
+    def total(self) -> int:
+        """At the largest of the moments."""
+        return max(self.layer, self.regathered, self.head)
+
+    @cached_property
+    def layer(self) -> int:
+        """Inside a layer's backward pass.
+
+        [b, s, f / t]: derivatives of the MLP's products, and the activation function's result. [b, s, a / t, d / a]: q,
+        k, v and attention's output, and three derivatives. [b, s, d]: what norms and products read, and the derivative
+        on its way down. And the layer's gradients, before they are added up or on their way to the replicas.
+        """
+        a = self._kept
+        values = (a.products + 1) * a.hidden // a.products + 7 * a.heads + 7 * a.whole + 2 * a.stream
+        return values + self._scores + self._copied_slots + self._layer * FLOAT32 + self._wide_table
+
+    @property
+    def regathered(self) -> int:
+        """Before the layers' backward pass: what sequence parallelism gathered lies sequence-major, and XLA transposes
+        both arrays for all layers at once; beside it what the first layer reads."""
+        a, parallel = self._kept, self.config.parallel
+        if not parallel.sequence or self.config.mesh.tp == 1 or parallel.remat == "full":
+            return 0
+        return 2 * a.layers * a.whole + 3 * a.whole + (a.products + 1) * a.hidden // a.products
+
+    @property
+    def head(self) -> int:
+        """Inside the head: a chunk's logits in float32 and their derivative, the table's cast, inputs and derivatives.
+
+        On one device, without a loop over ticks, XLA makes the zeros of the layers' accumulators only afterwards, and
+        with a single chunk those of the table too: they are taken off. In a loop the table's gradient of one microbatch,
+        and the zeros that it starts from, come on top.
+        """
+        a, mesh, parallel = self._kept, self.config.mesh, self.config.parallel
+        logits = ceil(a.tokens / parallel.loss_chunks) * self._rows * (FLOAT32 + a.width)
+        cast = self._table * a.width if a.width < FLOAT32 else 0
+        values = logits + cast + 3 * a.whole + a.stream
+        if parallel.microbatches + mesh.pp > 2:
+            return values + 2 * self._table * FLOAT32
+        later = self._layer * a.layers + (self._table if parallel.loss_chunks == 1 else 0)
+        return values - later * BYTES[parallel.accumulate] if mesh.size == 1 else values
+
+    @property
+    def _scores(self) -> int:
+        """Attention's own: nothing for cuDNN's kernel, which keeps its tiles on chip.
+
+        Plain: the layer's weights and their derivative. Our own: scores of one piece of keys and their derivative, in
+        float32 and as matrix multiplies read them; round a ring also blocks of keys and values under way, and float32
+        sums of the derivatives by q, k and v.
+        """
+        a, m, mesh = self._kept, self.config.model, self.config.mesh
+        queries = a.rows * m.heads // mesh.tp * a.length
+        if m.attention == "plain":
+            return 2 * queries * a.length * a.width
+        if mesh.cp == 1 and not m.dropout and a.width < FLOAT32:
+            return 0
+        piece = next(a.length // n for n in range(1, a.length + 1) if a.length % n == 0 and a.length // n <= PIECE)
+        scores = 2 * queries * piece * (FLOAT32 + (a.width if a.width < FLOAT32 else 0))
+        ring = 8 * a.heads // a.width * FLOAT32 + 4 * a.heads
+        return scores + (ring if mesh.cp > 1 else 0)
+
+    @property
+    def _copied_slots(self) -> int:
+        """The layers walk back over a copy of a ring's slot. The last tick, which is outside the loop over the ticks after
+        the last forward pass, has its copy before that loop; in the steady phase the table's gradient is there instead.
+        """
+        a, p = self._kept, self.config.mesh.pp
+        if a.slots == 1:
+            return 0
+        slot = a.layers * a.layer
+        alone = p - 1 if self.config.parallel.schedule == "1f1b" else self.config.parallel.microbatches + p - 1
+        return slot + max(slot if alone > 1 else 0, self._table * FLOAT32)
+
+    @property
+    def _wide_table(self) -> int:
+        """The embedding's gradient is float32 whatever the table is; a 16-bit table's starts from zeros of its own."""
+        return self._table * FLOAT32 if self.config.model.param_dtype != "float32" else 0
+
+    @cached_property
+    def _kept(self) -> Activations:
+        return Activations(self.config)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {leaf.name: leaf.local_size(self.config.mesh) for leaf in leaves(self.config.model, self.config.mesh)}
+
+    @property
+    def _layer(self) -> int:
+        """Parameters of one layer on this device."""
+        return sum(size for name, size in self._sizes.items() if name.startswith("blocks.")) // self._kept.layers
+
+    @property
+    def _table(self) -> int:
+        """Parameters of the head's table on this device."""
+        return self._sizes["wte"]
+
+    @property
+    def _rows(self) -> int:
+        """Vocabulary rows of this device, padding included."""
+        return self._table // self.config.model.d_model
