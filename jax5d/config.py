@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 PROFILE_LIMIT = 20
 """Most steps of one profile: a trace grows with each, and viewers cut long ones off without a word."""
@@ -242,8 +242,19 @@ def _at_least(low: float, **values: float) -> None:
             raise ConfigError(f"{name.replace('__', '.')}={value} is below {low} or not finite; give {low} or more")
 
 
+def _check_choices(part: str, options: Any) -> None:
+    """Every value that must be one of a few is."""
+    for name, kind in get_type_hints(type(options)).items():
+        several = get_origin(kind) is tuple
+        choices = get_args(get_args(kind)[0] if several else kind)
+        for value in getattr(options, name) if several else (getattr(options, name),):
+            if choices and value not in choices:
+                raise ConfigError(f"{part}.{name}={value!r} is not known; choose of {', '.join(choices)}")
+
+
 def check_model(model: ModelConfig) -> None:
     """Raise `ConfigError` where the model's own numbers do not fit together."""
+    _check_choices("model", model)
     if model.name not in PRESETS:
         raise ConfigError(f"model.name={model.name!r} is no preset; choose one of {', '.join(PRESETS)}")
     _at_least(1, model__layers=model.layers, model__d_model=model.d_model, model__heads=model.heads)
@@ -291,6 +302,8 @@ def check(config: RunConfig) -> None:
     for axis in AXES:
         _at_least(1, **{f"mesh__{axis}": getattr(mesh, axis)})
     check_model(model)
+    _check_choices("parallel", parallel)
+    _check_choices("train", train)
     _at_least(1, parallel__microbatches=parallel.microbatches, parallel__loss_chunks=parallel.loss_chunks)
     _at_least(1, train__steps=train.steps, train__global_batch=train.global_batch, train__seq_len=train.seq_len)
     _at_least(0, train__warmup=train.warmup, train__weight_decay=train.weight_decay, train__clip=train.clip)
