@@ -198,7 +198,7 @@ def test_refusals(words, said, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["compose_5d", "five_axes", "ring_all_reduce"])
+@pytest.mark.parametrize("name", ["batch_size", "compose_5d", "five_axes", "mixed_precision", "ring_all_reduce"])
 def test_experiment_holds(name, tmp_path):
     status, text, err = run(name, "--quick", "--out", str(tmp_path / "run"))
     assert err == ""
