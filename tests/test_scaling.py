@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import chex
@@ -14,9 +16,11 @@ import pytest
 from tiny import RATE, batch, config, gradients, host, put, start, trainer
 
 from jax5d.config import RunConfig
+from jax5d.data.tokens import TokenFile
+from jax5d.train.loop import Run
 from jax5d.train.optimizer import learning_rate
 from jax5d.train.scaling import Dynamic, Fixed
-from jax5d.train.step import TrainState
+from jax5d.train.step import Trainer, TrainState
 
 HUGE = 2.0**40
 """A factor under which every gradient of the tiny model overflows."""
@@ -124,16 +128,21 @@ def test_metrics_do_not_know_the_factor() -> None:
         assert found[0][name] == pytest.approx(found[2][name], rel=1e-2)
 
 
-@pytest.fixture
-def overflowing(monkeypatch) -> RunConfig:
-    """A float16 run whose first steps overflow."""
-    monkeypatch.setattr(Dynamic, "START", NEAR)
-    return fitting.config(dtype="float16", layers=1, steps=12, checkpoint_every=3)
+@pytest.fixture(scope="module")
+def overflowing(tmp_path_factory) -> Iterator[tuple[Run, Trainer, TokenFile, Path]]:
+    """A float16 run of 12 steps, the first of which overflow, and its folder."""
+    folder = tmp_path_factory.mktemp("overflowing")
+    file = fitting.token_file(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dynamic, "START", NEAR)
+        config = fitting.config(dtype="float16", layers=1, steps=12, checkpoint_every=3)
+        run, built, _ = fitting.train(config, file, folder / "run")
+        yield run, built, file, folder / "run"
 
 
-def test_the_loop_goes_on(overflowing, tmp_path) -> None:
+def test_the_loop_goes_on(overflowing) -> None:
     """Skipped steps are in the log; after them the run trains, its learning rate as late as its updates."""
-    run, _, _ = fitting.train(overflowing, fitting.token_file(tmp_path), tmp_path / "run")
+    run, built, _, _ = overflowing
     skipped = [record["skipped"] for record in run.records]
     assert set(skipped) == {0.0, 1.0}
     assert skipped[0] == 1.0
@@ -141,7 +150,7 @@ def test_the_loop_goes_on(overflowing, tmp_path) -> None:
     assert [record["loss_scale"] for record in run.records] == [NEAR / 2**n for n in before[:12]]
     assert int(run.state.loss_scale["skipped"]) == before[12]
     assert {int(x) for x in jax.tree.leaves(run.state.opt_state) if x.dtype == jnp.int32} == {12 - before[12]}
-    rate = learning_rate(overflowing.train)  # tested in test_optimizer
+    rate = learning_rate(built.config.train)  # tested in test_optimizer
     wanted = [float(rate(i - n)) for i, n in enumerate(before[:12])]
     assert [record["learning_rate"] for record in run.records] == pytest.approx(wanted)
     assert [record["grad_norm"] is None for record in run.records] == [bool(x) for x in skipped]
@@ -149,10 +158,8 @@ def test_the_loop_goes_on(overflowing, tmp_path) -> None:
 
 def test_resume_is_bitwise(overflowing, tmp_path) -> None:
     """The factor, its patience and the skipped steps are in the checkpoint: the rest of the run is the same."""
-    file = fitting.token_file(tmp_path)
-    whole, built, _ = fitting.train(overflowing, file, tmp_path / "run")
-    copy = fitting.killed_after(tmp_path / "run", 3, tmp_path / "copy")
-    again, _, _ = fitting.train(overflowing, file, copy, built)
+    whole, built, file, folder = overflowing
+    again, _, _ = fitting.train(built.config, file, fitting.killed_after(folder, 3, tmp_path / "run"), built)
     chex.assert_trees_all_equal(host(again.state), host(whole.state))
     names = ("loss", "loss_scale", "skipped", "learning_rate", "grad_norm")
     assert [[r[n] for n in names] for r in again.records] == [[r[n] for n in names] for r in whole.records]
