@@ -37,9 +37,11 @@ def saved_bytes(run: RunConfig) -> int:
     train, count = run.train, run.parallel.microbatches
     ids = jax.ShapeDtypeStruct((count, train.global_batch // count, train.seq_len), jnp.int32)
     specs = trainer.specs.params, trainer.batch_sharding.spec
-    jax.eval_shape(jax.shard_map(body, mesh=trainer.mesh, in_specs=specs, out_specs=P()), trainer.model.shapes, {
-        "inputs": ids, "labels": ids
-    })
+    jax.eval_shape(
+        jax.shard_map(body, mesh=trainer.mesh, in_specs=specs, out_specs=P()),
+        trainer.model.shapes,
+        {"inputs": ids, "labels": ids},
+    )
     return found[0]
 
 
@@ -51,7 +53,13 @@ POLICIES = {
     "full, all": {"remat": "full", "save": ("attention_sum", "qkv", "mlp_in")},
     "full, q k v": {"remat": "full", "save": ("qkv",)},
 }
-MESHES = [({}, False), ({"tp": 2}, False), ({"dp": 2, "tp": 4}, True), ({"cp": 2, "tp": 2}, True), ({"pp": 2, "cp": 4}, False)]
+MESHES = [
+    ({}, False),
+    ({"tp": 2}, False),
+    ({"dp": 2, "tp": 4}, True),
+    ({"cp": 2, "tp": 2}, True),
+    ({"pp": 2, "cp": 4}, False),
+]
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
