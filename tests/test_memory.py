@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import product
 
 import jax
@@ -16,7 +15,6 @@ from jax5d.config import RunConfig
 from jax5d.costs.activations import Activations
 from jax5d.mesh import make_mesh
 from jax5d.parallel.data import diverge, varying
-from jax5d.parallel.schedules import SCHEDULES
 from jax5d.parallel.stack import Stack
 from jax5d.train.step import Trainer
 
