@@ -177,6 +177,7 @@ REFUSED = {
     "devices": (["--devices", "6", "--mesh.tp", "4"], "6 devices"),
     "experts": (["--model.name", "moe-tiny", "--mesh.ep", "3"], "model.experts=4"),
     "long output path": (["--out", "/tmp/" + "x" * 300], "File name too long"),
+    "bucket": (["--parallel.reduction", "bucket", "--parallel.bucket_mb", "99"], "parallel.bucket_mb=99.0"),
     "unknown option": (["--parallel.tpp", "2"], "mesh.tp"),
     "unknown preset": (["--model.name", "gpt3"], "gpt2-xl"),
 }
@@ -198,7 +199,10 @@ def test_refusals(words, said, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["compose_5d", "five_axes", "ring_all_reduce"])
+EXPERIMENTS = ["compose_5d", "data_parallel", "five_axes", "gradient_accumulation", "ring_all_reduce"]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiment_holds(name, tmp_path):
     status, text, err = run(name, "--quick", "--out", str(tmp_path / "run"))
     assert err == ""
