@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ MACHINE = [f for f in FORMATS.values() if f.name != "tf32"]
 
 ROWS = 32
 """Sequences of the batch whose gradient is accumulated in pieces."""
+SCALES = tuple(2.0**e for e in range(-15, 16, 5))
+"""Loss scales at which the gradients that float16 loses are counted."""
 
 
 def format_errors(format: Format) -> int:
@@ -111,23 +113,13 @@ def accumulation_error(config: RunConfig, file: TokenFile, microbatches: int) ->
     return float(np.linalg.norm(grads[0] - grads[1]) / np.linalg.norm(grads[1]))
 
 
-@dataclass(frozen=True)
-class Underflow:
-    """Shares of a float16 run's gradients that are 0 where float32's are not."""
+def underflow(trainer: Trainer, state: TrainState, data: Data) -> dict[float, float]:
+    """Share of gradients that are 0 at the weights of `state`, by loss scale, of a float16 trainer.
 
-    without: float
-    """With loss scale 1."""
-    scaled: float
-    """With the run's own."""
-
-
-def underflow(half: Trainer, single: Trainer, state: TrainState, data: Data) -> Underflow:
-    """At the weights and the loss scale of `state`, which is of the float16 trainer."""
-    batch = device_batch(data.batches, 0, half.batch_sharding)
-    plain = TrainState(state.step, state.params, state.opt_state)
-    wanted = vector(single.gradients(plain, batch)[0])
-    shares = []
-    for scale in (state.loss_scale | {"factor": jnp.float32(1)}, state.loss_scale):
-        grads = vector(half.gradients(replace(state, loss_scale=scale), batch)[0])
-        shares.append(float(np.mean((grads == 0) & (wanted != 0))))
-    return Underflow(*shares)
+    A scale of 1/k is the mean over k times as many tokens without one.
+    """
+    batch, shares = device_batch(data.batches, 0, trainer.batch_sharding), {}
+    for factor in SCALES:
+        scaled = replace(state, loss_scale=state.loss_scale | {"factor": jnp.float32(factor)})
+        shares[factor] = float(np.mean(vector(trainer.gradients(scaled, batch)[0]) == 0))
+    return shares

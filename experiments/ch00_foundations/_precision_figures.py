@@ -7,7 +7,6 @@ import math
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.ch00_foundations._precision_facts import Underflow
 from jax5d.costs.formats import FORMATS
 from jax5d.train.loop import Run
 
@@ -38,7 +37,7 @@ def formats_figure() -> Figure:
     return figure
 
 
-def losses_figure(counts: dict[str, np.ndarray], errors: dict[int, float], under: Underflow) -> Figure:
+def losses_figure(counts: dict[str, np.ndarray], errors: dict[int, float], lost: dict[float, float]) -> Figure:
     """What 16 bits lose: ones that are counted, gradient sums, small gradients."""
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
@@ -48,14 +47,16 @@ def losses_figure(counts: dict[str, np.ndarray], errors: dict[int, float], under
     left.legend()
     middle.plot(list(errors), [100 * e for e in errors.values()], "o-", color="tab:red", label="measured")
     middle.set(xlabel="microbatches", ylabel="off float32's sum, % of the norm", title="Gradients summed in bfloat16")
+    middle.axhline(50 * FORMATS["bfloat16"].epsilon, color="gray", linestyle=":", label="largest error of one rounding")
     middle.set_xscale("log", base=2)
+    middle.set_xlim(0.8, 40)
     middle.set_ylim(bottom=0)
     middle.legend()
-    names, shares = ("loss scale 1", "the run's loss scale"), (under.without, under.scaled)
-    bars = right.bar(names, [100 * share for share in shares], color=("tab:red", "tab:green"))
-    right.bar_label(bars, [f"{share:.2%}" for share in shares])
-    right.set(ylabel="% of gradients that become 0", title="Gradients that float16 loses")
-    right.set_ylim(top=max(1.15 * 100 * under.without, 1e-3))
+    right.plot(list(lost), [100 * share for share in lost.values()], "o-", color="tab:green", label="measured")
+    right.axvline(1, color="gray", linestyle=":", label="no scaling; to its left, larger batches")
+    right.set_xscale("log", base=2)
+    right.set(xlabel="loss scale", ylabel="% of gradients that become 0", title="Gradients that float16 loses")
+    right.legend()
     for axes in (left, middle, right):
         axes.grid(alpha=0.3)
     return figure
@@ -74,7 +75,7 @@ def curves_figure(runs: dict[str, Run]) -> Figure:
         plain = plain if plain.size else losses
         bottom.plot(steps, losses - plain, color=color, label=name, **style)
     top.set(ylabel="validation loss, nats per token", title="The same training in four precisions")
-    bottom.set(xlabel="optimizer step", ylabel="less float32's, nats")
+    bottom.set(xlabel="optimizer step", ylabel="above float32's, nats")
     top.legend(title="at the end")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
