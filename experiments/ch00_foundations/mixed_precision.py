@@ -55,7 +55,8 @@ RECIPES: dict[str, tuple[dict[str, Any], str]] = {
 MIXED, PURE = list(RECIPES)[1:3], list(RECIPES)[3]
 
 TOLERANCE = 0.01
-"""Nats between validation losses of a mixed run and of float32's: below what another seed makes of the same run."""
+"""Nats between the validation losses of a mixed run and of float32's, which begin with the same weights and see the
+same text. Another seed moves float32's own loss by up to 0.07."""
 
 DEFAULTS = TrainingOptions(
     mesh=MeshConfig(dp=4),
@@ -133,7 +134,7 @@ def run(options: TrainingOptions, folder: Path, console: Console) -> Outcome:
         Check.below("error of one rounding, 2^-8, below the gradient error of bfloat16 sums over 32 microbatches",
                     FORMATS["bfloat16"].epsilon / 2, errors[32]),
         Check.below("share of float16 gradients lost at a loss scale of 2^15", lost[2.0**15], 0.001),
-        Check.below("a tenth below the share lost by a mean over 2^10 times as many tokens", 0.1, lost[2.0**-10]),
+        Check.below("0.05 below the share lost by a mean over 2^10 times as many tokens", 0.05, lost[2.0**-10]),
         *_training_checks(runs),
     ]  # fmt: skip
     return Outcome(checks, metrics, [_formats_table(), _table(runs)])
