@@ -35,7 +35,7 @@ def roofline_figure(title: str, parts: list[Group], chip: Gpu, measured: Ceiling
     handles = [Line2D([], [], color=colour, linewidth=6, label=name) for name, colour in colours.items()]
     for name, backward in (("forward", False), ("backward", True)):
         handles.append(Line2D([], [], linestyle="", label=name, **_marker("0.3", backward)))
-    below.legend(handles=handles, loc="lower left", ncols=5)
+    below.legend(handles=handles, loc="lower left", ncols=5, framealpha=1)
     figure.suptitle(f"Rooflines: {title}\noperations one by one, on {chip.name}", y=0.99)
     figure.tight_layout()
     return figure
@@ -129,8 +129,8 @@ def _temporaries(axes: Axes, heads: int, builds: list[Build]) -> None:
         axes.loglog(lengths, sizes, "o-", color=colour, linewidth=2, markersize=8, label=label)
         guide = sizes[0] * (lengths / lengths[0]) ** power
         axes.loglog(lengths, guide, color="0.4", linestyle=":", label=None if power == 2 else "as $s^2$, as $s$")
-    weights = 2 * heads * lengths**2 / 1e6
-    axes.loglog(lengths, weights, "k--", linewidth=1.2, label="attention weights alone: $2 a s^2 b$ bytes")
+    square = 4 * heads * lengths**2 / 1e6
+    axes.loglog(lengths, square, "k--", linewidth=1.2, label="attention weights and their gradient: $4 a s^2 b$ bytes")
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.minorticks_off()
     low, high = axes.get_ylim()

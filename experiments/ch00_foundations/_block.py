@@ -5,7 +5,7 @@ compiled into kernels.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +46,7 @@ ORDER = (
     *("norm", "qkv", "bias", "scores", "softmax", "values", FLASH, "output", "residual", "mlp_in", "gelu", "mlp_out"),
     COPIES,
 )
-"""Groups in the order of a block. A residual add backward is a sum of gradients; copies are transposes, slices, pads."""
+"""Groups in the order of a block. A residual add backward sums gradients; copies are transposes, slices, pads."""
 
 FREE = {*COLLECTIVES, "expand_dims", "name", "pbroadcast", "pcast", "pvary", "reshape", "squeeze", "stop_gradient"}
 """Primitives that move nothing: marks, other shapes for the same bytes, collectives of one device."""
@@ -133,7 +133,7 @@ def block_model(preset: str, seq_len: int, attention: str) -> ModelConfig:
     return replace(model, attention=attention)
 
 
-def block_step(model: ModelConfig, batch: int, device: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def block_step(model: ModelConfig, batch: int, device: Any) -> tuple[Any, tuple[Any, ...]]:
     """A block's passes on one device, jitted: (weights, x, dy) -> (y, d_weights, dx); and their types.
 
     x, dy are bfloat16 [batch, context, d_model], the weights bfloat16; flash attention is cuDNN's on a GPU.

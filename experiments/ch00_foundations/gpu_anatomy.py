@@ -9,7 +9,8 @@ bytes than its operations one by one, and flash attention leaves none of attenti
 
 Expected, for GPT-2 at 8 x 1024 tokens on an H100: the products with weights are bound by compute, attention's own
 products and all else by memory. Softmax alone takes half of the time, one operation after the other. XLA fuses four
-fifths of the bytes away, and flash attention leaves less than half of the rest; its temporaries grow with s, not s^2.
+fifths of the bytes away, and flash attention leaves less than half of the rest; its temporaries grow with s, those of
+plain attention with s^2.
 
 Everything is of one device, whatever the mesh, with weights in bfloat16 too. The block is compiled for the GPU without
 one, if JAX's CUDA plugin is installed; else that part is left out. Speeds are measured only on a GPU.
