@@ -3,7 +3,7 @@
 Claim: the state of a step is known to the byte, and all of its memory within 5 %, before anything is compiled: for
 dense models over every mesh axis, up to 64 devices, batches, sequence lengths, precisions and recomputation policies.
 
-    python run_experiment.py memory_buckets            48 compilations, about 15 minutes on 2 CPU cores; no GPU
+    python run_experiment.py memory_buckets            55 compilations, about 15 minutes on 2 CPU cores; no GPU
     python run_experiment.py memory_buckets --quick    4 of them, under a minute
 
 Expected: with one short sequence a step is mostly parameters, gradients and AdamW's moments, which do not grow with
@@ -87,8 +87,7 @@ def check(options: MemoryOptions, folder: Path) -> None:
 
 def run(options: MemoryOptions, folder: Path, console: Console) -> Outcome:
     """Compile every configuration once, and compare."""
-    policies = {"nothing recomputed": SLOPES["nothing recomputed"]} if options.quick else SLOPES
-    slopes = {name: case("gpt2", batch=8, **policy) for name, policy in policies.items()}
+    slopes = dict(list(SLOPES.items())[:1]) if options.quick else SLOPES
     wanted = [*slopes.values(), *map(deeper, slopes.values())]
     wanted += FEW if options.quick else [*BATCHES, *LENGTHS, *OTHERS]
     once = list(dict.fromkeys(wanted))
