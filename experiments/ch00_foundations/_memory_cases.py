@@ -36,7 +36,7 @@ SLOPES = {
     "attention recomputed": case("gpt2", batch=16, remat="selective"),
     "layers recomputed": case("gpt2", batch=16, remat="full"),
 }
-"""Whose temporaries are compared at two numbers of layers."""
+"""Compared at two numbers of layers."""
 
 OTHERS = [
     # one device: precision, recomputation, what is kept, accumulation, head

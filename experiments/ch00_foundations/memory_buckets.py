@@ -1,9 +1,9 @@
 """Where the memory of a training step goes: four buckets, and the room to work in, held against the GPU compiler.
 
 Claim: the state of a step is known to the byte, and all of its memory within 5 %, before anything is compiled: for
-dense models over every mesh axis, up to 64 devices, batches, sequence lengths, precisions and recomputation policies.
+dense models over pp, dp, cp and tp, up to 64 devices, batches, sequences, precisions and recomputation policies.
 
-    python run_experiment.py memory_buckets            55 compilations, about 15 minutes on 2 CPU cores; no GPU
+    python run_experiment.py memory_buckets            54 compilations, about 15 minutes on 2 CPU cores; no GPU
     python run_experiment.py memory_buckets --quick    4 of them, under a minute
 
 Expected: with one short sequence a step is mostly parameters, gradients and AdamW's moments, which do not grow with
@@ -120,11 +120,18 @@ def _checks(rows: list[Compared]) -> list[Check]:
 
 
 def _slope(name: str, shallow: Compared, deep: Compared) -> Check:
-    """Temporaries of twice the layers less those of the layers: gradients, which are exact, and activations."""
-    temporaries = deep.compiler.temporaries - shallow.compiler.temporaries
-    measured = temporaries - (deep.formula.gradients - shallow.formula.gradients)
+    """The compiler's own peaks at twice the layers and at the layers: their difference, less state and gradients.
+
+    Not the bytes reserved, whose packing differs from one program to the next.
+    """
+
+    def rest(row: Compared) -> int:
+        return (row.compiler.compiler_peak or row.compiler.peak) - row.formula.state - row.formula.gradients
+
     expected = deep.formula.activations - shallow.formula.activations
-    return Check.equal(f"bytes of activations of 12 layers, {name}", measured, expected, LIMIT * expected)
+    return Check.equal(
+        f"bytes of activations of 12 layers, {name}", rest(deep) - rest(shallow), expected, LIMIT * expected
+    )
 
 
 def _name(config: RunConfig) -> str:
