@@ -94,8 +94,8 @@ def run(options: MemoryOptions, folder: Path, console: Console) -> Outcome:
     shown = track(once, description="compiling", console=console, disable=not console.is_terminal)
     found = {config: Compared(config, memory(config), aot.compile_step(config, options.gpu).memory) for config in shown}
     rows = list(found.values())
-    save_figure(_buckets(found), folder, "memory_buckets")
-    save_figure(_scatter(rows), folder, "formula_and_compiler")
+    save_figure(_buckets(found, options.gpu), folder, "memory_buckets")
+    save_figure(_scatter(rows, options.gpu), folder, "formula_and_compiler")
     worst = max(rows, key=lambda row: abs(row.error))
     metrics = {
         "configurations": len(rows),
@@ -188,7 +188,7 @@ def _layers() -> Table:
     return table
 
 
-def _buckets(found: dict[RunConfig, Compared]) -> Figure:
+def _buckets(found: dict[RunConfig, Compared], target: str) -> Figure:
     figure = Figure(figsize=(12, 5))
     left, right = figure.subplots(1, 2)
     rows = {f"{2**i}": case("gpt2", batch=2**i) for i in range(5)}
@@ -199,7 +199,7 @@ def _buckets(found: dict[RunConfig, Compared]) -> Figure:
     right.set(xlabel="tokens of each of 4 sequences", title="Sequence", ylabel="GB on the device")
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="lower center", ncols=6, bbox_to_anchor=(0.5, -0.06), fontsize=9)
-    figure.suptitle("Memory of a training step: GPT-2 124M, AdamW in float32, bfloat16 computation, one H100")
+    figure.suptitle(f"Memory of a training step: GPT-2 124M, AdamW in float32, bfloat16 computation, one {target}")
     return figure
 
 
@@ -215,7 +215,7 @@ def _stacked(axes: Axes, bars: dict[str, RunConfig], found: dict[RunConfig, Comp
     axes.grid(axis="y", alpha=0.3)
 
 
-def _scatter(rows: list[Compared]) -> Figure:
+def _scatter(rows: list[Compared], target: str) -> Figure:
     figure = Figure(figsize=(12, 5))
     left, right = figure.subplots(1, 2)
     groups = {
@@ -246,5 +246,5 @@ def _scatter(rows: list[Compared]) -> Figure:
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(which="major", alpha=0.3)
     left.legend(fontsize=9)
-    figure.suptitle(f"{len(rows)} training steps of GPT-2 and Llama: formula against XLA for an H100")
+    figure.suptitle(f"{len(rows)} training steps of GPT-2 and Llama: formula against XLA for {target}")
     return figure
