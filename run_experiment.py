@@ -19,6 +19,7 @@ from rich.text import Text
 
 from experiments import registry
 from jax5d.config import ConfigError, check, check_devices
+from jax5d.costs.communication import check_bucket
 from jax5d.train.signals import Stopped
 
 
@@ -84,6 +85,7 @@ def _run(entry: registry.Entry, words: Sequence[str]) -> int:
     options = parse(module.DEFAULTS, module.QUICK, words, entry.name, description=entry.doc, gpus=gpus)
     if isinstance(options, TrainingOptions):
         check(options.run_config)
+        check_bucket(options.run_config)
 
     import jax
 

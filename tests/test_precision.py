@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +14,13 @@ from jax.sharding import PartitionSpec as P
 from programs import carried, equations
 from tiny import batch, config, host, put, start, trainer, weights
 
-from jax5d.config import MeshConfig
+from jax5d.config import MeshConfig, ParallelConfig, RunConfig
 from jax5d.mesh import make_mesh
+from jax5d.parallel.data import varying
+from jax5d.parallel.reduction import make_reduction
 from jax5d.parallel.tensor import VOCAB_AXES, TensorBoundary, embed_tokens
+
+PURE = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
 
 
 def test_many_microbatches_equal_one() -> None:
@@ -27,23 +35,82 @@ def test_many_microbatches_equal_one() -> None:
     assert 0 < difference < 0.01
 
 
-@pytest.mark.parametrize("moe", [False, True], ids=["gpt2", "moe"])
-def test_gradients_are_carried_and_reduced_in_float32(moe: bool) -> None:
-    """B73: in the program, every accumulator of a leaf's shape and every sum of gradients over dp is float32."""
-    run = config({"pp": 2, "dp": 2, "tp": 2}, moe=moe, dtype="bfloat16", microbatches=2)
-    proof = trainer(run)
+def traced(run: RunConfig) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
+    """The arguments of the run's `gradients`, as types."""
     data = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch(run).items()}
-    program = jax.make_jaxpr(proof.gradients)(jax.eval_shape(proof.init), data)
+    return jax.eval_shape(trainer(run).init), data
+
+
+def check_sums(run: RunConfig, dtype: str) -> None:
+    """Every accumulator of a leaf's shape, and every sum of leaves over dp, has `dtype`.
+
+    But for the token table: whatever the dtype, its rows are summed in float32 within one microbatch.
+    """
+    proof = trainer(run)
+    program = jax.make_jaxpr(proof.gradients)(*traced(run))
     shards = jax.tree.map(lambda x, s: s.shard_shape(x.shape), proof.model.shapes, proof.shardings.params)
     shapes = set(jax.tree.leaves(shards, is_leaf=lambda x: isinstance(x, tuple)))
     kinds: dict[tuple[int, ...], set] = {}
     for x in carried(program.jaxpr):
         kinds.setdefault(x.shape, set()).add(x.dtype)
     sums = [e for e in equations(program.jaxpr) if e.primitive.name in ("psum", "psum_invariant")]
-    reduced = {x.aval.dtype for e in sums if "dp" in e.params["axes"] for x in e.invars}
+    reduced = [x.aval for e in sums if "dp" in e.params["axes"] for x in e.invars]
     assert shapes <= set(kinds)
-    assert all(kinds[shape] == {jnp.dtype(jnp.float32)} for shape in shapes)
-    assert reduced == {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
+    table = shards["outer"]["wte"]
+    assert all(kinds[shape] == {jnp.dtype(dtype)} for shape in shapes - {table})
+    assert jnp.dtype(dtype) in kinds[table] <= {jnp.dtype(dtype), jnp.dtype(jnp.float32)}
+    layers = {shape[1:] for shape in shapes}  # those of the blocks are reduced layer by layer
+    assert {x.dtype for x in reduced if x.shape in shapes | layers and x.shape} == {jnp.dtype(dtype)}
+    assert {x.dtype for x in reduced if not x.shape} == {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["gpt2", "moe"])
+def test_gradients_are_carried_and_reduced_in_float32(moe: bool) -> None:
+    """B73: by default, in the program, under bfloat16 compute."""
+    check_sums(config({"pp": 2, "dp": 2, "tp": 2}, moe=moe, dtype="bfloat16", microbatches=2), "float32")
+
+
+@pytest.mark.parametrize("accumulate", ["float32", "bfloat16"])
+def test_the_sums_of_a_pure_16_bit_run(accumulate: str) -> None:
+    """B73: bfloat16 where it is asked for, with bfloat16 weights; float32 where it is not."""
+    run = config({"pp": 2, "dp": 2, "tp": 2}, microbatches=2, accumulate=accumulate, **PURE)
+    check_sums(run, accumulate)
+
+
+@pytest.mark.parametrize("accumulate", ["float32", "bfloat16"])
+@pytest.mark.parametrize("reduction", ["overlap", "leaf", "bucket", "single"])
+def test_the_dtype_of_reductions_in_hlo(reduction: str, accumulate: str) -> None:
+    """B73: what goes to the compiler: every all-reduce of an array of a thousand numbers or more has the dtype."""
+    run = config({"dp": 4}, dtype="bfloat16", microbatches=2, reduction=reduction, accumulate=accumulate)
+    text = trainer(run).gradients.lower(*traced(run)).as_text()
+    large = set()
+    for operation in text.split('"stablehlo.all_reduce"')[1:]:
+        over_dp = re.search(
+            r'tensor<\d+x4xi64>|"dp"', operation[: operation.index("^bb0")]
+        )  # groups as jax 0.10, 0.12 write
+        shape, kind = re.findall(r"\}\) : \(tensor<([0-9x]*?)x?([a-z]+[0-9]+)>", operation)[0]
+        if over_dp and shape and math.prod(map(int, shape.split("x"))) >= 1000:
+            large.add(kind)
+    assert large == {{"float32": "f32", "bfloat16": "bf16"}[accumulate]}
+
+
+@pytest.mark.parametrize("all_reduce", ["psum", "ring", "two_way_ring"])
+def test_a_sum_over_replicas(all_reduce: str) -> None:
+    """B73: 256 and seven ones, on dp 8, are 263 in float32. A bfloat16 ring that begins with 256 stays there."""
+    mesh, specs = make_mesh(MeshConfig(dp=8), jax.devices()[:8]), {"outer": {"w": P()}, "blocks": {}}
+    reduction = make_reduction(ParallelConfig(reduction="leaf", all_reduce=all_reduce), specs, ())
+
+    def body(x: jax.Array) -> jax.Array:
+        own = varying(jnp.broadcast_to(x, (16,)), ("pp", "dp", "ep", "cp"))
+        return reduction.rest({"outer": {"w": own}, "blocks": {}})["outer"]["w"]
+
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P()))
+    values = jnp.array([256.0, *[1.0] * 7])
+    assert np.array_equal(mapped(values), np.full(16, 263))
+    narrow = np.asarray(mapped(values.astype(jnp.bfloat16)), np.float32)
+    assert set(narrow) <= {256, 258, 260, 262, 264}
+    if all_reduce != "psum":  # XLA may add in float32 inside its own
+        assert narrow.min() == 256
 
 
 def test_parameters_and_moments_stay_float32() -> None:
@@ -53,9 +120,6 @@ def test_parameters_and_moments_stay_float32() -> None:
     assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
     assert state.step.dtype == jnp.int32
     assert metrics["loss"].dtype == jnp.float32
-
-
-PURE = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
 
 
 MODELS = {"gpt2": {}, "moe": {"moe": True}, "llama": {"architecture": "llama", "tied": False}}

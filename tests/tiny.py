@@ -133,7 +133,8 @@ def start(run: RunConfig, params: Tree | None = None) -> TrainState:
     proof = trainer(run)
     params = weights(run.model, run.seed) if params is None else params
     params = jax.tree.map(lambda x, padded: pad_to(x, padded.shape), params, proof.model.shapes)
-    return jax.device_put(TrainState(np.int32(0), params, proof.optimizer.init(params)), proof.shardings)
+    state = TrainState(np.int32(0), params, proof.optimizer.init(params), proof.scaling.init())
+    return jax.device_put(state, proof.shardings)
 
 
 def gradients(state: TrainState) -> Tree:

@@ -12,13 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator
 
+from jax5d.costs.cluster import all_reduce_seconds, host_link, network_link
 from jax5d.costs.gpus import gpu
-from jax5d.costs.links import Link, crossover, ring_all_reduce, tree_all_reduce, two_level_all_reduce
+from jax5d.costs.links import Link, crossover, ring_all_reduce, tree_all_reduce
 
-NVLINK_ALPHA, NETWORK_ALPHA = 3.4e-6, 14e-6
-"""Seconds a step of a ring takes beyond its content: NCCL's tuning model, src/graph/tuning.cc, protocol Simple."""
 TREE_SLOWDOWN = 1 / 0.9
-"""Of a tree's bandwidth: the same model takes 0.9 of the ring's."""
+"""Of a tree's bandwidth: NCCL's tuning model takes 0.9 of the ring's."""
 MODELLED = (8, 64, 512)
 """Numbers of H100s."""
 
@@ -43,17 +42,14 @@ def modelled(n: int) -> dict[str, Callable[[float], float]]:
         "double binary tree": lambda k: tree_all_reduce(n, k, link, slowdown=TREE_SLOWDOWN),
     }
     if n > h100.per_host:
-        hosts, inner = n // h100.per_host, Link(NVLINK_ALPHA, h100.link)
-        ways["two levels: rings in and across hosts of 8"] = lambda k: two_level_all_reduce(
-            hosts, h100.per_host, k, inner, link
-        )
+        ways["two levels: rings in and across hosts of 8"] = lambda k: all_reduce_seconds(h100, n, k)
     return ways
 
 
 def slowest(n: int) -> Link:
     """The link that a step of N H100s waits for."""
     h100 = gpu("h100")
-    return Link(NVLINK_ALPHA, h100.link) if n <= h100.per_host else Link(NETWORK_ALPHA, h100.network)
+    return host_link(h100) if n <= h100.per_host else network_link(h100)
 
 
 def tree_limit(n: int) -> float:

@@ -35,7 +35,7 @@ from experiments.options import Options
 from experiments.training import wire_total
 from jax5d.config import ConfigError, MeshConfig
 from jax5d.measure.ledger import ledger
-from jax5d.mesh import make_mesh
+from jax5d.mesh import DATA_AXES, make_mesh
 from jax5d.parallel import data
 from jax5d.parallel.ring import (
     Ring,
@@ -153,8 +153,8 @@ def _mesh(n: int) -> jax.sharding.Mesh:
 
 
 def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    del axes  # the sum that data parallelism does, of one gradient leaf that no axis splits
-    return data.reduce(data.diverge(x, P(), ()), P(), ())
+    del axes  # of the mesh's axes only dp is larger than 1
+    return data.sum_over_shards(data.varying(x, DATA_AXES))
 
 
 def _ways(n: int) -> dict[str, tuple[AllReduce, int]]:

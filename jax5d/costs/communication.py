@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
 
-from jax5d.config import AXES, RunConfig
+from jax5d.config import AXES, ConfigError, RunConfig
 from jax5d.costs.collectives import Collective, merge, wire_bytes
 from jax5d.costs.parameters import BYTES, FLOAT32, INT32, Axes, Leaf, leaves
 
@@ -214,3 +214,15 @@ class StepTraffic:
 
     def _reduced(self, leaf: Leaf) -> Axes:
         return tuple(a for a in ("pp", *self._token_axes) if a not in leaf.axes)
+
+
+def check_bucket(config: RunConfig) -> None:
+    """Raise `ConfigError` where reduction=bucket would have a bucket that all gradients of a device do not fill."""
+    parallel = config.parallel
+    elements = sum(leaf.local_size(config.mesh) for leaf in leaves(config.model, config.mesh))
+    total = elements * BYTES[parallel.accumulate] / 1e6
+    if parallel.reduction == "bucket" and parallel.bucket_mb > total:
+        raise ConfigError(
+            f"parallel.bucket_mb={parallel.bucket_mb} is larger than all gradients of a device, {total:.3f} MB; write "
+            f"--parallel.bucket_mb {total / 4:.2g}, or --parallel.reduction single for one buffer"
+        )

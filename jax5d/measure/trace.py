@@ -13,7 +13,7 @@ import warnings
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -197,9 +197,8 @@ def read_trace(path: Path) -> Trace:
     if not steps:
         raise ConfigError(f"{file} marks no steps; profile a run with --train.profile_steps 2")
     trace = Trace(file, steps, ops, complaints(raw))
-    silent = [s for s in trace.shares if s.idle == s.window] if ops else ["no device did anything"]
-    gaps = [f"nothing of device {s.device} in step {s.step}" if isinstance(s, Share) else s for s in silent]
-    return Trace(file, steps, ops, trace.complaints + gaps)
+    gaps = [f"nothing of device {s.device} in step {s.step}" for s in trace.shares if s.idle == s.window]
+    return replace(trace, complaints=trace.complaints + (gaps if ops else ["no device did anything"]))
 
 
 def _read(planes: dict[str, Any], code: dict[int, dict[str, Instruction]]) -> tuple[list[Step], list[Op]]:

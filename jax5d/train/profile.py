@@ -40,7 +40,7 @@ class Profile:
     def __init__(self, folder: Path, train: TrainConfig, done: int, say: Callable[[str], None]):
         first, stop = train.profile_start, min(train.profile_start + train.profile_steps, train.steps)
         self._folder, self._say = folder, say
-        self._window = range(max(first, done), stop)
+        self._window = range(first, stop)
         self._steps: list[int] = []
         self._open = False
         if train.profile_steps and done >= stop:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax5d.config import RunConfig
+from jax5d.costs.communication import check_bucket
 from jax5d.mesh import make_mesh
 from jax5d.models.build import BATCH_SPEC, Model
 from jax5d.parallel import pipeline
@@ -66,7 +67,11 @@ class Trainer:
     def create(
         config: RunConfig, *, mesh: Mesh | None = None, optimizer: optax.GradientTransformation | None = None
     ) -> Trainer:
-        """A trainer for `config`, on all devices and with its own optimizer unless others are given."""
+        """A trainer for `config`, on all devices and with its own optimizer unless others are given.
+
+        Raises `ConfigError` for a bucket larger than the gradients (`check_bucket`).
+        """
+        check_bucket(config)
         mesh = make_mesh(config.mesh) if mesh is None else mesh
         return Trainer(config, mesh, optimizer or make_optimizer(config.train))
 
