@@ -27,15 +27,16 @@ def trainer(run: RunConfig) -> Trainer:
     return Trainer.create(run, mesh=make_mesh(run.mesh, jax.devices()[: run.mesh.size]))
 
 
-def saved_bytes(run: RunConfig) -> int:
-    """What the program keeps of a layer between its halves, on one device: from the types; nothing is compiled."""
+def ring_bytes(run: RunConfig) -> int:
+    """A slot of the ring that the program keeps its layers' activations in, on one device: from the types; nothing is
+    compiled."""
     made, found = trainer(run), []
 
     def body(params, batch):
         params = diverge(params, made.specs.params, made.model.boundary.axes)
         work = made.model.work(batch, jax.random.key(0), run.train.global_batch)
         stack = Stack(work.layer, params["blocks"], made.model.stream_zeros(batch), varying(jnp.int32(0), ("pp",)))
-        found.extend(math.prod(kind.shape) * kind.dtype.itemsize for kind in stack.halves.saved)
+        found.extend(array.size * array.dtype.itemsize for array in stack.ring(slots=1))
         return jnp.int32(0)
 
     train, pieces = run.train, run.parallel.microbatches
@@ -72,7 +73,8 @@ def test_what_a_layer_keeps(policy, architecture):
     for mesh, layout in LAYOUTS:
         options = {"dtype": "bfloat16", "d_ff": 96, "microbatches": 2, **layout, **POLICIES[policy]}
         run = tiny.config(mesh, architecture=architecture, **options)
-        assert saved_bytes(run) == Activations(run).layer, (mesh, layout)
+        kept = Activations(run)
+        assert ring_bytes(run) == kept.layers * kept.layer, (mesh, layout)
 
 
 def test_units_of_a_layer():

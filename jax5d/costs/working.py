@@ -2,14 +2,15 @@
 
 Beside state, gradients and waiting activations three moments compete: inside a layer's backward pass, before it under
 sequence parallelism, and inside the head. A compiler that packs buffers well needs room for the largest only. What is
-said here of XLA was read from its buffer assignments for an H100; another version may do better.
+said here of XLA was read from its buffer assignments for an H100; another version may do better. With more than one
+tick a step is a loop, and what the loop carries, sums and the ring of activations, is there at every moment.
 
 Letters as in `jax5d.costs.activations`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
@@ -30,7 +31,7 @@ class Working:
     @property
     def total(self) -> int:
         """At the largest of the moments."""
-        return max(self.layer, self.regathered, self.head) + self._side_by_side
+        return max(self.layer, self.transposing, self.head) + self._second_ring + self._ahead
 
     @cached_property
     def layer(self) -> int:
@@ -39,22 +40,22 @@ class Working:
         At attention: q, k, v, its output and three derivatives [b, s, a / t, d / a]; what norms and products read, and
         the derivative on its way down [b, s, d]. At a norm: four of the stream in float32, and as many wide as are read
         and made. At either: derivatives of the MLP's products, the activation function's result [b, s, f / t], and the
-        layer's gradients, before they are added up or on their way to the replicas.
+        layer's gradients, before they are added up or on their way to the replicas. In a loop also the table's gradient
+        of one microbatch, which waits for the embedding's, and copies of the ring, which the loop carries on.
         """
         a = self._kept
         hidden = (a.products + 1) * a.hidden // a.products
         attention = 7 * a.heads + 7 * a.whole + 2 * a.stream + self._scores
         norm = 4 * a.stream // a.width * FLOAT32 + 8 * a.whole
-        return hidden + max(attention, norm) + self._copied_slots + self._layer * FLOAT32 + self._wide_table
+        beside = self._table * FLOAT32 + self._transposed if self._loop else 0
+        return hidden + max(attention, norm) + self._layer * FLOAT32 + self._wide_table + beside
 
     @property
-    def regathered(self) -> int:
-        """Before the layers' backward pass: what sequence parallelism gathered lies sequence-major, and XLA transposes
-        both arrays for all layers at once; beside it what the first layer reads."""
-        a, parallel = self._kept, self.config.parallel
-        if not parallel.sequence or self.config.mesh.tp == 1 or parallel.remat == "full":
-            return 0
-        return 2 * a.layers * a.whole + 3 * a.whole + (a.products + 1) * a.hidden // a.products
+    def transposing(self) -> int:
+        """Before the layers' backward pass under sequence parallelism: copies of the ring, and what the first layer
+        reads."""
+        a = self._kept
+        return self._transposed + 3 * a.whole + (a.products + 1) * a.hidden // a.products
 
     @property
     def head(self) -> int:
@@ -71,7 +72,7 @@ class Working:
         padded = derivative + self._table * a.width if self._rows % 8 else 0
         logits = derivative // a.width * FLOAT32
         values = derivative + max(logits, padded) + cast + 3 * a.whole + a.stream
-        if parallel.microbatches + mesh.pp > 2:
+        if self._loop:
             return values + 2 * self._table * FLOAT32
         accumulators = self._layer * a.layers * BYTES[parallel.accumulate]
         if mesh.size > 1 or a.total < accumulators:
@@ -100,26 +101,37 @@ class Working:
         return scores + (ring if mesh.cp > 1 else 0)
 
     @property
-    def _copied_slots(self) -> int:
-        """The layers walk back over a copy of a ring's slot; in the steady phase the table's gradient is there too.
-
-        Once there are only backward passes, XLA copies the last tick's slot, which is outside their loop, before it;
-        among the sums of tensor parallelism its scheduler puts most of that off.
-        """
-        a, mesh, parallel = self._kept, self.config.mesh, self.config.parallel
-        if a.slots == 1:
+    def _transposed(self) -> int:
+        """What sequence parallelism gathered lies sequence-major, and XLA transposes both arrays of the whole ring, all
+        layers and slots, before it walks back."""
+        a, parallel = self._kept, self.config.parallel
+        if not parallel.sequence or self.config.mesh.tp == 1 or parallel.remat == "full":
             return 0
-        slot = a.layers * a.layer
-        backward_alone = mesh.pp - 1 if parallel.schedule == "1f1b" else parallel.microbatches + mesh.pp - 1
-        early = slot if backward_alone > 1 and mesh.tp == 1 else 0
-        return slot + max(early, self._table * FLOAT32)
+        return 2 * a.slots * a.layers * a.whole
 
     @property
-    def _side_by_side(self) -> int:
-        """One stage, two microbatches: the loop has one tick, and XLA unrolls it. Nothing makes the second forward pass
-        wait for the first backward pass then, and what both keep is there at once."""
+    def _second_ring(self) -> int:
+        """One stage, two microbatches: the loop has one tick, and XLA unrolls it. The second forward pass writes into
+        the ring that the first backward pass reads, and as nothing orders the two, XLA gives each its own."""
         a = self._kept
         return a.layers * a.layer if self.config.mesh.pp == 1 and self.config.parallel.microbatches == 2 else 0
+
+    @property
+    def _ahead(self) -> int:
+        """The last tick stands behind its loop, and XLA begins it as soon as it can: casts of its first layer's weights
+        are there all along. By AFAB that layer's ring is complete before the loop, and it is recomputed there."""
+        parallel = self.config.parallel
+        if not self._loop:
+            return 0
+        cast = self._layer * self._kept.width if self._kept.width < FLOAT32 else 0
+        again = parallel.schedule == "afab" and parallel.remat == "full"
+        whole = Activations(replace(self.config, parallel=replace(parallel, remat="none"))).layer
+        return cast + (whole if again else 0)
+
+    @property
+    def _loop(self) -> bool:
+        """Whether there is more than one tick."""
+        return self.config.parallel.microbatches + self.config.mesh.pp > 2
 
     @property
     def _wide_table(self) -> int:
