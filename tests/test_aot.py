@@ -136,6 +136,7 @@ def test_target_config_of_an_h100() -> None:
         "cuda_compute_capability { major: 9 minor: 0",
     ):
         assert field in text
+    assert "device_memory_size: 1000" in target_config("h100", memory=1000)
     assert list(CHIPS) == ["a100-40", "a100-80", "h100", "h200", "b200", "rtx4090"]
     capabilities = {name: (gpu.limits.major, gpu.limits.minor) for name, gpu in CHIPS.items()}
     assert set(capabilities.values()) == {(8, 0), (9, 0), (10, 0), (8, 9)}
@@ -168,6 +169,8 @@ def test_a_machine_that_cannot_compile_is_refused(monkeypatch: pytest.MonkeyPatc
         patch.setattr(aot, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=r'pip install "jax\[cuda12\]"'):
             compile_step(CUBE, "a100-40")
+        with pytest.raises(ConfigError, match=r'pip install "jax\[cuda12\]"'):
+            aot.check_compiler("a100-80")
     with monkeypatch.context() as patch:
         patch.setattr(aot, "find_spec", lambda name: True)
         patch.setattr(aot.topologies, "get_topology_desc", absent)
