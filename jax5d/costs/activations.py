@@ -1,9 +1,11 @@
 """Activations: what a layer keeps of one microbatch for its backward pass, and how many microbatches wait.
 
-Only what the backward pass reads is kept. A norm keeps its input alone, so does a product with a weight, GELU keeps what
-it is applied to and SwiGLU its two factors; sums, biases, rotations and casts are linear and keep nothing; a mask of
-dropout is drawn again. That makes 8 arrays of [tokens, d] and one (Llama: two) of [tokens, d_ff], where Korthikanti et
-al., arXiv:2205.05198, section 4.1, count 17 of [tokens, d] at 16 bits: they keep GELU's result and the masks too.
+Only what the backward pass reads is kept. A norm keeps its input alone, so does a product with a weight, GELU keeps
+what it is applied to and SwiGLU its two factors; sums, biases, rotations and casts are linear and keep nothing; a mask
+of dropout is drawn again. That makes 8 arrays of [tokens, d] and one (Llama: two) of [tokens, d_ff]: 12 of [tokens, d]
+in GPT-2. Korthikanti et al., arXiv:2205.05198, section 4.1, count 17 at 16 bits, 34 bytes: GELU's result (4) and the
+masks (1) too, which we compute again. On the other hand they gather again what sequence parallelism split, and we keep
+it gathered.
 
 Letters: b rows and s tokens of a microbatch on one device, d d_model, f d_ff, a heads, t size of tp.
 """
@@ -87,7 +89,7 @@ class Activations:
 
     @property
     def weights(self) -> int:
-        """Attention weights [b, a / t, s, s], which plain attention keeps: before dropout and, if there is any, after."""
+        """Attention weights [b, a / t, s, s] that plain attention keeps: before dropout and, if there is any, after."""
         m = self.config.model
         one = self.rows * m.heads // self.config.mesh.tp * self.length * self.length * self.width
         return one * (2 if m.dropout else 1)

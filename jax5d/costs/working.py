@@ -30,19 +30,22 @@ class Working:
     @property
     def total(self) -> int:
         """At the largest of the moments."""
-        return max(self.layer, self.regathered, self.head)
+        return max(self.layer, self.regathered, self.head) + self._side_by_side
 
     @cached_property
     def layer(self) -> int:
         """Inside a layer's backward pass.
 
-        [b, s, f / t]: derivatives of the MLP's products, and the activation function's result. [b, s, a / t, d / a]: q,
-        k, v and attention's output, and three derivatives. [b, s, d]: what norms and products read, and the derivative
-        on its way down. And the layer's gradients, before they are added up or on their way to the replicas.
+        At attention: q, k, v, its output and three derivatives [b, s, a / t, d / a]; what norms and products read, and
+        the derivative on its way down [b, s, d]. At a norm: four of the stream in float32, and as many wide as are read
+        and made. At either: derivatives of the MLP's products, the activation function's result [b, s, f / t], and the
+        layer's gradients, before they are added up or on their way to the replicas.
         """
         a = self._kept
-        values = (a.products + 1) * a.hidden // a.products + 7 * a.heads + 7 * a.whole + 2 * a.stream
-        return values + self._scores + self._copied_slots + self._layer * FLOAT32 + self._wide_table
+        hidden = (a.products + 1) * a.hidden // a.products
+        attention = 7 * a.heads + 7 * a.whole + 2 * a.stream + self._scores
+        norm = 4 * a.stream // a.width * FLOAT32 + 8 * a.whole
+        return hidden + max(attention, norm) + self._copied_slots + self._layer * FLOAT32 + self._wide_table
 
     @property
     def regathered(self) -> int:
@@ -57,14 +60,17 @@ class Working:
     def head(self) -> int:
         """Inside the head: a chunk's logits in float32 and their derivative, the table's cast, inputs and derivatives.
 
-        On one device, without a loop over ticks, XLA makes the zeros of the layers' accumulators only afterwards, and
-        with a single chunk those of the table too: they are taken off. In a loop the table's gradient of one microbatch,
-        and the zeros that it starts from, come on top.
+        Or, where rows are no multiple of 8, of which tensor cores want them: padded copies of derivative and cast. In a
+        loop the table's gradient of one microbatch, and the zeros that it starts from, come on top. On one device,
+        without a loop, XLA makes the zeros of the layers' accumulators only afterwards, and with a single chunk those
+        of the table too: they are taken off.
         """
         a, mesh, parallel = self._kept, self.config.mesh, self.config.parallel
-        logits = ceil(a.tokens / parallel.loss_chunks) * self._rows * (FLOAT32 + a.width)
+        derivative = ceil(a.tokens / parallel.loss_chunks) * self._rows * a.width
         cast = self._table * a.width if a.width < FLOAT32 else 0
-        values = logits + cast + 3 * a.whole + a.stream
+        padded = derivative + self._table * a.width if self._rows % 8 else 0
+        logits = derivative // a.width * FLOAT32
+        values = derivative + max(logits, padded) + cast + 3 * a.whole + a.stream
         if parallel.microbatches + mesh.pp > 2:
             return values + 2 * self._table * FLOAT32
         later = self._layer * a.layers + (self._table if parallel.loss_chunks == 1 else 0)
@@ -74,14 +80,15 @@ class Working:
     def _scores(self) -> int:
         """Attention's own: nothing for cuDNN's kernel, which keeps its tiles on chip.
 
-        Plain: the layer's weights and their derivative. Our own: scores of one piece of keys and their derivative, in
-        float32 and as matrix multiplies read them; round a ring also blocks of keys and values under way, and float32
-        sums of the derivatives by q, k and v.
+        Plain: the layer's weights and their derivative, and when recomputed float32 scores. Our own: scores of one
+        piece of keys and their derivative, in float32 and as matrix multiplies read them; round a ring also blocks of
+        keys and values under way, and float32 sums of the derivatives by q, k and v.
         """
         a, m, mesh = self._kept, self.config.model, self.config.mesh
         queries = a.rows * m.heads // mesh.tp * a.length
         if m.attention == "plain":
-            return 2 * queries * a.length * a.width
+            again = FLOAT32 if self.config.parallel.remat != "none" else 0
+            return queries * a.length * (2 * a.width + again)
         if mesh.cp == 1 and not m.dropout and a.width < FLOAT32:
             return 0
         piece = next(a.length // n for n in range(1, a.length + 1) if a.length % n == 0 and a.length // n <= PIECE)
@@ -91,15 +98,25 @@ class Working:
 
     @property
     def _copied_slots(self) -> int:
-        """The layers walk back over a copy of a ring's slot. The last tick, which is outside the loop over the ticks after
-        the last forward pass, has its copy before that loop; in the steady phase the table's gradient is there instead.
+        """The layers walk back over a copy of a ring's slot; in the steady phase the table's gradient is there too.
+
+        Once there are only backward passes, XLA copies the last tick's slot, which is outside their loop, before it;
+        among the sums of tensor parallelism its scheduler puts most of that off.
         """
-        a, p = self._kept, self.config.mesh.pp
+        a, mesh, parallel = self._kept, self.config.mesh, self.config.parallel
         if a.slots == 1:
             return 0
         slot = a.layers * a.layer
-        alone = p - 1 if self.config.parallel.schedule == "1f1b" else self.config.parallel.microbatches + p - 1
-        return slot + max(slot if alone > 1 else 0, self._table * FLOAT32)
+        backward_alone = mesh.pp - 1 if parallel.schedule == "1f1b" else parallel.microbatches + mesh.pp - 1
+        early = slot if backward_alone > 1 and mesh.tp == 1 else 0
+        return slot + max(early, self._table * FLOAT32)
+
+    @property
+    def _side_by_side(self) -> int:
+        """One stage, two microbatches: the loop has one tick, and XLA unrolls it. Nothing makes the second forward pass
+        wait for the first backward pass then, and what both keep is there at once."""
+        a = self._kept
+        return a.layers * a.layer if self.config.mesh.pp == 1 and self.config.parallel.microbatches == 2 else 0
 
     @property
     def _wide_table(self) -> int:
