@@ -201,7 +201,7 @@ def test_refusals(words, said, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-COMPILES_FOR_GPUS = {"memory_buckets"}
+COMPILES_FOR_GPUS = {"llama_1b_memory", "memory_buckets", "one_gpu_limit", "overlap"}
 PLUGIN = any(find_spec("jax_plugins") and find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13))
 
 
