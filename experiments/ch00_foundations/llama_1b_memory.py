@@ -102,9 +102,9 @@ def run(options: LlamaOptions, folder: Path, console: Console) -> Outcome:
 
 def _config(layout: str, sequences: int) -> RunConfig:
     """The layout's mesh, in bfloat16 with nothing recomputed, the loss in 16 pieces."""
-    found = {} if layout == "one" else dict(re.findall(r"([a-z]+)(\d+)", layout))
-    mesh = {axis: int(size) for axis, size in found.items()}
-    if layout != "one" and ("-".join(f"{a}{n}" for a, n in mesh.items()) != layout or not set(mesh) <= set(AXES)):
+    mesh = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", layout)}
+    spelled = "-".join(f"{axis}{size}" for axis, size in mesh.items()) or "one"
+    if layout != spelled or not set(mesh) <= set(AXES):
         raise ConfigError(f"layouts: {layout!r} is no mesh; give axes of {', '.join(AXES)} with sizes, as in dp8-tp8")
     if sequences < 1:
         raise ConfigError(f"sequences={sequences} is below 1; give the sequences of each replica")

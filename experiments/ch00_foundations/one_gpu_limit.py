@@ -103,6 +103,11 @@ QUICK = replace(DEFAULTS, compiled=("llama-80b",), edges=("llama-1b",), pure=())
 def check(options: LimitOptions, folder: Path) -> None:
     """Refuse unknown names and numbers that mean nothing, and a JAX that cannot compile for GPUs."""
     refuse_mesh(options, "one_gpu_limit")
+    for option in ("loss_chunks", "tokens_per_parameter", "cluster"):
+        if not getattr(options, option) > 0:
+            raise ConfigError(
+                f"{option}={getattr(options, option)} is not above 0; give for example {getattr(DEFAULTS, option)}"
+            )
     for name in options.models:
         check_model(replace(PRESETS["gpt2"], name=name))
         check_config(options.one.config(name))
@@ -115,12 +120,7 @@ def check(options: LimitOptions, folder: Path) -> None:
     if not (options.compiled or options.edges or options.pure):
         raise ConfigError("compiled, edges and pure name 0 models: nothing would be compared; give one of --models")
     if not 0 < options.mfu <= 1:
-        raise ConfigError(f"mfu={options.mfu} is outside 0..1; give a share of the peak such as 0.4")
-    for option in ("tokens_per_parameter", "cluster"):
-        if not getattr(options, option) > 0:
-            raise ConfigError(
-                f"{option}={getattr(options, option)} is not above 0; give for example {getattr(DEFAULTS, option)}"
-            )
+        raise ConfigError(f"mfu={options.mfu} is not above 0 and at most 1; give a share of the peak such as 0.4")
     check_compiler(options.gpu)
 
 
