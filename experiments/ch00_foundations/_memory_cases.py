@@ -25,27 +25,30 @@ def case(model: str, *, batch: int, length: int = 1024, **options: Any) -> RunCo
     )
 
 
-BATCHES = [case("gpt2", batch=batch) for batch in (1, 4, 8, 16)]
-"""One device, 1024 tokens: from state alone to mostly activations."""
+BATCHES = [case("gpt2", batch=batch) for batch in (1, 2, 4, 8, 16)]
+"""One device, 1024 tokens: from mostly state to mostly activations."""
 
 LENGTHS = [case("gpt2", batch=4, length=length) for length in (512, 1024, 2048, 4096)]
 """One device, 4 sequences."""
 
 SLOPES = {
-    "nothing recomputed": {},
-    "attention recomputed": {"remat": "selective"},
-    "layers recomputed": {"remat": "full"},
+    "nothing recomputed": case("gpt2", batch=16),
+    "attention recomputed": case("gpt2", batch=16, remat="selective"),
+    "layers recomputed": case("gpt2", batch=16, remat="full"),
 }
-"""Policies whose temporaries are compared at two numbers of layers."""
+"""Compared at two numbers of layers."""
 
 OTHERS = [
     # one device: precision, recomputation, what is kept, accumulation, head
+    case("gpt2", batch=8, remat="full"),
+    case("gpt2", batch=8, remat="full", layers=24),
     case("gpt2", batch=8, dtype="float32"),
     case("gpt2", batch=8, dtype="float16"),
     case("gpt2", batch=8, param_dtype="bfloat16"),
     case("gpt2", batch=4, attention="plain"),
     case("gpt2", batch=8, tied=False),
     case("gpt2", batch=8, loss_chunks=1),
+    case("gpt2", batch=16, microbatches=2),
     case("gpt2", batch=32, microbatches=4),
     case("gpt2", batch=32, microbatches=4, accumulate="bfloat16"),
     case("gpt2-medium", batch=16, remat="full", save=("attention_sum", "qkv", "mlp_in")),
@@ -57,6 +60,7 @@ OTHERS = [
     case("gpt2", batch=64, dp=8, reduction="single"),
     case("gpt2-medium", batch=64, length=512, dp=8, remat="selective", reduction="bucket"),
     case("gpt2-xl", batch=8, dp=8),
+    case("gpt2-medium", batch=64, dp=8, microbatches=2),
     case("llama-1b", batch=16, length=2048, dp=8),
     case("gpt2-xl", batch=8, tp=5),
     case("gpt2-medium", batch=8, tp=8, sequence=True),
@@ -68,6 +72,7 @@ OTHERS = [
     case("gpt2", batch=8, length=4096, cp=4, remat="full"),
     # several axes
     case("gpt2-medium", batch=16, dp=2, tp=4),
+    case("gpt2-medium", batch=16, tp=4, microbatches=2, sequence=True),
     case("gpt2-medium", batch=32, length=512, dp=2, tp=4, sequence=True),
     case("gpt2-medium", batch=8, length=2048, dp=2, cp=4),
     case("gpt2-medium", batch=32, pp=2, dp=2, tp=2, microbatches=4),

@@ -1,9 +1,9 @@
 """Where the memory of a training step goes: four buckets, and the room to work in, held against the GPU compiler.
 
 Claim: the state of a step is known to the byte, and all of its memory within 5 %, before anything is compiled: for
-dense models over every mesh axis, up to 64 devices, batches, sequence lengths, precisions and recomputation policies.
+dense models over pp, dp, cp and tp, up to 64 devices, batches, sequences, precisions and recomputation policies.
 
-    python run_experiment.py memory_buckets            48 compilations, about 15 minutes on 2 CPU cores; no GPU
+    python run_experiment.py memory_buckets            54 compilations, about 15 minutes on 2 CPU cores; no GPU
     python run_experiment.py memory_buckets --quick    4 of them, under a minute
 
 Expected: with one short sequence a step is mostly parameters, gradients and AdamW's moments, which do not grow with
@@ -87,16 +87,15 @@ def check(options: MemoryOptions, folder: Path) -> None:
 
 def run(options: MemoryOptions, folder: Path, console: Console) -> Outcome:
     """Compile every configuration once, and compare."""
-    policies = {"nothing recomputed": SLOPES["nothing recomputed"]} if options.quick else SLOPES
-    slopes = {name: case("gpt2", batch=8, **policy) for name, policy in policies.items()}
+    slopes = dict(list(SLOPES.items())[:1]) if options.quick else SLOPES
     wanted = [*slopes.values(), *map(deeper, slopes.values())]
     wanted += FEW if options.quick else [*BATCHES, *LENGTHS, *OTHERS]
     once = list(dict.fromkeys(wanted))
     shown = track(once, description="compiling", console=console, disable=not console.is_terminal)
     found = {config: Compared(config, memory(config), aot.compile_step(config, options.gpu).memory) for config in shown}
     rows = list(found.values())
-    save_figure(_buckets(found), folder, "memory_buckets")
-    save_figure(_scatter(rows), folder, "formula_and_compiler")
+    save_figure(_buckets(found, options.gpu), folder, "memory_buckets")
+    save_figure(_scatter(rows, options.gpu), folder, "formula_and_compiler")
     worst = max(rows, key=lambda row: abs(row.error))
     metrics = {
         "configurations": len(rows),
@@ -121,11 +120,18 @@ def _checks(rows: list[Compared]) -> list[Check]:
 
 
 def _slope(name: str, shallow: Compared, deep: Compared) -> Check:
-    """Temporaries of twice the layers less those of the layers: gradients, which are exact, and activations."""
-    temporaries = deep.compiler.temporaries - shallow.compiler.temporaries
-    measured = temporaries - (deep.formula.gradients - shallow.formula.gradients)
+    """The compiler's own peaks at twice the layers and at the layers: their difference, less state and gradients.
+
+    Not the bytes reserved, whose packing differs from one program to the next.
+    """
+
+    def rest(row: Compared) -> int:
+        return (row.compiler.compiler_peak or row.compiler.peak) - row.formula.state - row.formula.gradients
+
     expected = deep.formula.activations - shallow.formula.activations
-    return Check.equal(f"bytes of activations of 12 layers, {name}", measured, expected, LIMIT * expected)
+    return Check.equal(
+        f"bytes of activations of 12 layers, {name}", rest(deep) - rest(shallow), expected, LIMIT * expected
+    )
 
 
 def _name(config: RunConfig) -> str:
@@ -182,7 +188,7 @@ def _layers() -> Table:
     return table
 
 
-def _buckets(found: dict[RunConfig, Compared]) -> Figure:
+def _buckets(found: dict[RunConfig, Compared], target: str) -> Figure:
     figure = Figure(figsize=(12, 5))
     left, right = figure.subplots(1, 2)
     rows = {f"{2**i}": case("gpt2", batch=2**i) for i in range(5)}
@@ -193,7 +199,7 @@ def _buckets(found: dict[RunConfig, Compared]) -> Figure:
     right.set(xlabel="tokens of each of 4 sequences", title="Sequence", ylabel="GB on the device")
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="lower center", ncols=6, bbox_to_anchor=(0.5, -0.06), fontsize=9)
-    figure.suptitle("Memory of a training step: GPT-2 124M, AdamW in float32, bfloat16 computation, one H100")
+    figure.suptitle(f"Memory of a training step: GPT-2 124M, AdamW in float32, bfloat16 computation, one {target}")
     return figure
 
 
@@ -209,7 +215,7 @@ def _stacked(axes: Axes, bars: dict[str, RunConfig], found: dict[RunConfig, Comp
     axes.grid(axis="y", alpha=0.3)
 
 
-def _scatter(rows: list[Compared]) -> Figure:
+def _scatter(rows: list[Compared], target: str) -> Figure:
     figure = Figure(figsize=(12, 5))
     left, right = figure.subplots(1, 2)
     groups = {
@@ -240,5 +246,5 @@ def _scatter(rows: list[Compared]) -> Figure:
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(which="major", alpha=0.3)
     left.legend(fontsize=9)
-    figure.suptitle(f"{len(rows)} training steps of GPT-2 and Llama: formula against XLA for an H100")
+    figure.suptitle(f"{len(rows)} training steps of GPT-2 and Llama: formula against XLA for {target}")
     return figure

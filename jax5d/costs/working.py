@@ -62,8 +62,8 @@ class Working:
 
         Or, where rows are no multiple of 8, of which tensor cores want them: padded copies of derivative and cast. In a
         loop the table's gradient of one microbatch, and the zeros that it starts from, come on top. On one device,
-        without a loop, XLA makes the zeros of the layers' accumulators only afterwards, and with a single chunk those
-        of the table too: they are taken off. Where layers are recomputed it makes them before.
+        without a loop, XLA makes the zeros of the layers' accumulators only afterwards, if they are smaller than what
+        the layers keep, and with a single chunk those of the table too: they are taken off.
         """
         a, mesh, parallel = self._kept, self.config.mesh, self.config.parallel
         derivative = ceil(a.tokens / parallel.loss_chunks) * self._rows * a.width
@@ -73,10 +73,11 @@ class Working:
         values = derivative + max(logits, padded) + cast + 3 * a.whole + a.stream
         if parallel.microbatches + mesh.pp > 2:
             return values + 2 * self._table * FLOAT32
-        if mesh.size > 1 or parallel.remat == "full":
+        accumulators = self._layer * a.layers * BYTES[parallel.accumulate]
+        if mesh.size > 1 or a.total < accumulators:
             return values
-        later = self._layer * a.layers + (self._table if parallel.loss_chunks == 1 else 0)
-        return values - later * BYTES[parallel.accumulate]
+        table = self._table * BYTES[parallel.accumulate] if parallel.loss_chunks == 1 else 0
+        return values - accumulators - table
 
     @property
     def _scores(self) -> int:
