@@ -76,3 +76,4 @@ def stacked(axes: Axes, names: Sequence[str], memories: Sequence[costs.Memory], 
         height = np.array([getattr(memory, part) for memory in memories]) / GB
         axes.bar(list(names), height, 0.6, bottom=bottom, label=part, color=f"C{i}", **style)
         bottom += height
+    axes.set_axisbelow(True)

@@ -11,7 +11,7 @@ the model's context. Weights, gradients and AdamW's moments are float32, with no
 parameter, as the 2 + 2 + 12 of Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3.1. Expected: up to 3.57B
 one H100 holds them; 8.86B needs 142 GB for these alone, whatever the batch. In pure bfloat16 (8 bytes) it fits, at the
 cost of updates that are rounded away. Long before memory ends, time does: 20 tokens a parameter (Hoffmann et al.,
-arXiv:2203.15556, table 3) take one H100 a week for 1.5B and more than fifty years for 80B.
+arXiv:2203.15556, table 3) take one H100 9 days for 1.5B and 61 years for 80B.
 
 A step fits here if it is no larger than what the driver shows. A CUDA context, libraries' workspaces and fragments take
 a few hundred MB of that, and JAX gives a program 75 % of it unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. XLA
@@ -268,7 +268,7 @@ def _bars(axes: Axes, options: LimitOptions, compiled: dict[str, Compared]) -> N
         text = f"{height:,.0f} GB\n" + (f"{rows} seq. fit" if rows else "does not fit")
         axes.text(
             place,
-            min(height, 0.9 * top) + 0.01 * top,
+            min(height + 0.025 * top, 0.9 * top),
             text,
             ha="center",
             va="bottom",
