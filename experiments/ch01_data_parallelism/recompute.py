@@ -1,0 +1,318 @@
+"""Recomputation: what each policy keeps of a layer, and what it makes again in the backward pass.
+
+Claim: under each policy the program keeps of a layer, and computes in a step, to the byte and to the FLOP what theory
+says; the GPU compiler's memory grows with the layers by that much; and the gradients are the same.
+
+    python run_experiment.py recompute            about 3 minutes on 2 CPU cores; no GPU needed
+    python run_experiment.py recompute --quick    under a minute: only two policies are compiled
+
+Expected of gpt2 with 8 x 1024 tokens: flash attention keeps less than half of what plain attention does and makes only
+scores again. Full recomputation keeps a sixth of that, for a fifth more work and not the literature's third: no
+backward pass reads the results of a layer's two last products. It repeats attention's sum over tp unless that is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from experiments.ch01_data_parallelism import _recompute_figure, _recompute_gpt3
+from experiments.harness import Check, Outcome, save_figure
+from experiments.options import Options
+from experiments.training import Traffic
+from jax5d.config import PRESETS, ConfigError, MeshConfig, ModelConfig, RunConfig, TrainConfig
+from jax5d.config import check as check_run
+from jax5d.costs.activations import Activations
+from jax5d.costs.flops import forward, recomputation, step_flops
+from jax5d.costs.gpus import gpu as find_gpu
+from jax5d.costs.parameters import FLOAT32, leaves
+from jax5d.costs.textbook import layer_bytes
+from jax5d.measure.aot import abstract_arguments, compile_step
+from jax5d.measure.memory import kept_by_layer
+from jax5d.measure.operations import operations
+from jax5d.mesh import make_mesh
+from jax5d.train.step import Trainer
+
+CAPSULES = [7]
+CLAIM = "Each recomputation policy keeps the bytes and makes again the FLOPs of theory, and leaves the gradients alone"
+NEEDS = "2 fake CPU devices, JAX's CUDA plugin but no GPU, and 3 minutes on 2 cores"
+
+Policy = Literal[
+    "plain", "plain-selective", "plain-full",
+    "flash", "flash-selective", "flash-full", "flash-bare", "flash-qkv", "flash-mlp", "flash-rich",
+]  # fmt: skip
+"""Attention, and what is made again. Under full recomputation "full" keeps a layer's input and attention's sum, bare
+the input alone; qkv and mlp keep one value more than full, rich both."""
+
+SAVES = {
+    "full": ("attention_sum",),
+    "bare": (),
+    "qkv": ("attention_sum", "qkv"),
+    "mlp": ("attention_sum", "mlp_in"),
+    "rich": ("attention_sum", "qkv", "mlp_in"),
+}
+"""parallel.save of the policies that recompute in full."""
+
+ROW_SUMS = "bsnh,bsnh->bns"
+"""Elementwise products of our own flash attention's backward pass, spelled as an einsum: theory does not count them."""
+
+
+@dataclass(frozen=True)
+class RecomputeOptions(Options):
+    """Options of this experiment."""
+
+    gpu: str = "h100"
+    """GPU that is compiled for: a100-40, a100-80, h100, h200, b200 or rtx4090."""
+    preset: str = "gpt2"
+    """Dense model that is trained, in bfloat16."""
+    rows: int = 8
+    """Sequences of a step."""
+    seq_len: int = 1024
+    """Tokens of each."""
+    utilisation: float = 0.4
+    """Share of the GPU's peak that its products reach, for the modelled times."""
+    compiled: tuple[Policy, ...] = ("plain", "plain-selective", "flash", "flash-full", "flash-bare", "flash-rich")
+    """Policies that are compiled for the GPU, and whose gradients are compared."""
+    depths: tuple[int, int] = (12, 48)
+    """Layers of the two models that are compiled; deep enough that memory peaks in the layers, not in the head."""
+
+
+DEFAULTS = RecomputeOptions(mesh=MeshConfig(tp=2))
+QUICK = replace(DEFAULTS, compiled=("flash", "flash-full"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy."""
+
+    name: Policy
+    config: RunConfig
+    kept: dict[str, int]
+    """Bytes that the program keeps of a layer, by kind."""
+    flops: int
+    """FLOPs of the products of a step, counted in the program."""
+    compiled: float | None
+    """Bytes that the compiler's memory grows by for each layer, less the layer's gradients; None if not compiled."""
+
+    @property
+    def bytes(self) -> int:
+        """All that the program keeps of a layer."""
+        return sum(self.kept.values())
+
+    @cached_property
+    def useful(self) -> int:
+        """FLOPs of forward and backward pass without anything made again."""
+        return 3 * self.config.train.global_batch * sum(_forward(self.config).values())
+
+    @property
+    def added(self) -> float:
+        """FLOPs made again, as a share of the others."""
+        return self.flops / self.useful - 1
+
+    @property
+    def literature(self) -> float:
+        """The same as the literature counts: attention's forward pass, or the layers', once more."""
+        again = recomputation(self.config.model, self.config.train.seq_len, self.config.parallel.remat)
+        return self.config.train.global_batch * sum(again.values()) / self.useful
+
+    @property
+    def textbook(self) -> float:
+        """Bytes that Megatron's layer keeps under the policy; it has plain attention and dropout."""
+        return layer_bytes(self.config)
+
+
+def check(options: RecomputeOptions, folder: Path) -> None:
+    """Refuse what cannot be traced or compiled, before anything is."""
+    if options.mesh.size < 2:
+        raise ConfigError(f"recompute needs 2 devices for tp but the mesh has {options.mesh.size}; write --devices 2")
+    check_run(_config(options, "plain"))
+    Activations(_config(options, "plain"))
+    find_gpu(options.gpu)
+    if not 0 < options.utilisation <= 1:
+        raise ConfigError(f"utilisation={options.utilisation} is outside (0, 1]; give a share such as 0.4")
+    low, high = options.depths
+    if not 1 <= low < high:
+        raise ConfigError(f"depths={low} {high} are no two numbers of layers; give a smaller one and a larger one")
+
+
+def run(options: RecomputeOptions, folder: Path, console: Console) -> Outcome:
+    """Trace every policy, compile and differentiate some, and count what tensor parallelism sends."""
+    every = get_args(Policy)
+    shown = track(every, description="policies", console=console, disable=not console.is_terminal)
+    rows = [_measure(options, name) for name in shown]
+    save_figure(_recompute_figure.figure(rows, options), folder, "recompute")
+    checks = [c for row in rows for c in _row_checks(row)]
+    checks += [*_made_again(rows), *_gradient_checks(options), *_sent_again(), *_recompute_gpt3.checks()]
+    return Outcome(checks, {row.name: _metrics(row) for row in rows}, [_table(rows, options), _recompute_gpt3.table()])
+
+
+def _config(options: RecomputeOptions, name: Policy) -> RunConfig:
+    model = replace(PRESETS["gpt2"], name=options.preset) if options.preset not in PRESETS else PRESETS[options.preset]
+    train = TrainConfig(global_batch=options.rows, seq_len=options.seq_len)
+    return _under(name, RunConfig(model=replace(model, dtype="bfloat16"), train=train, seed=options.seed))
+
+
+def _under(name: Policy, config: RunConfig) -> RunConfig:
+    """A configuration with a policy's attention and recomputation."""
+    attention, _, remat = name.partition("-")
+    parallel: dict[str, Any] = {"remat": "full", "save": SAVES[remat]} if remat in SAVES else {"remat": remat or "none"}
+    return replace(
+        config,
+        model=replace(config.model, attention=attention),
+        parallel=replace(config.parallel, **parallel),
+    )
+
+
+def _trainer(config: RunConfig) -> Trainer:
+    return Trainer.create(config, mesh=make_mesh(config.mesh, jax.devices()[: config.mesh.size]))
+
+
+def _measure(options: RecomputeOptions, name: Policy) -> Row:
+    config = _config(options, name)
+    trainer = _trainer(config)
+    kept: dict[str, int] = {}
+    for kind in kept_by_layer(trainer):
+        what = _recompute_figure.kind_of(kind.shape, config)
+        kept[what] = kept.get(what, 0) + prod(kind.shape) * kind.dtype.itemsize
+    compiled = _growth(config, options) if name in options.compiled else None
+    return Row(name, config, kept, _count(trainer), compiled)
+
+
+def _count(trainer: Trainer) -> int:
+    """FLOPs of the products of a step's gradients."""
+    found = operations(trainer.gradients, *abstract_arguments(trainer))
+    products = (op for op in found if op.name.startswith("dot_") and ROW_SUMS not in op.where)
+    return sum(op.flops * op.count for op in products)
+
+
+def _growth(config: RunConfig, options: RecomputeOptions) -> float:
+    """What one more layer adds to the compiler's temporaries, less the layer's float32 gradients."""
+    config = replace(config, parallel=replace(config.parallel, loss_chunks=8))
+    deep = [replace(config, model=replace(config.model, layers=n)) for n in options.depths]
+    low, high = (compile_step(each, options.gpu).memory.temporaries for each in deep)
+    return (high - low) / (options.depths[1] - options.depths[0]) - _layer_gradients(config)
+
+
+def _layer_gradients(config: RunConfig) -> int:
+    blocks = [leaf for leaf in leaves(config.model, config.mesh) if leaf.name.startswith("blocks.")]
+    return sum(prod(leaf.shape) for leaf in blocks) // config.model.layers * FLOAT32
+
+
+def _forward(config: RunConfig) -> dict[str, int]:
+    return forward(config.model, config.train.seq_len)
+
+
+def _row_checks(row: Row) -> list[Check]:
+    """A policy against theory."""
+    kept = Activations(row.config).layer
+    checks = [
+        Check.equal(f"bytes that the program keeps of a layer, {row.name}", row.bytes, kept),
+        Check.equal(f"FLOPs of a step, {row.name}", row.flops, sum(step_flops(row.config).values())),
+    ]
+    if row.compiled is not None:
+        checks.append(Check.equal(f"bytes of a layer by the compiler, {row.name}", row.compiled, kept, 0.05 * kept))
+    return checks
+
+
+def _made_again(rows: list[Row]) -> list[Check]:
+    """FLOPs that policies add to their attention's own, by hand.
+
+    In tokens n of all layers, hidden h, MLP f: a product of queries and keys or of weights and values is 2 n s h; full
+    recomputation makes all of a layer's forward pass again but attention's and the MLP's last products, 2 n h (h + f).
+    Plain attention's backward pass reads its weights and so its scores, flash attention's also its result.
+    """
+    flops = {row.name: row.flops for row in rows}
+    config = rows[0].config
+    m, s = config.model, config.train.seq_len
+    tokens = config.train.global_batch * s * m.layers
+    square = 2 * tokens * s * m.d_model
+    full = config.train.global_batch * sum(recomputation(m, s, "full").values())
+    theory = {
+        "plain-selective": square,
+        "plain-full": full - 2 * tokens * m.d_model * (m.d_model + m.d_ff),
+        "flash-selective": 2 * square,
+        "flash-full": full - 2 * tokens * m.d_model * (m.d_model + m.d_ff),
+        "flash-bare": full - 2 * tokens * m.d_model * m.d_ff,
+    }
+    added = {name: flops[name] - flops["plain" if name.startswith("plain") else "flash"] for name in theory}
+    return [Check.equal(f"FLOPs made again, {name}", added[name], theory[name]) for name in theory]
+
+
+def _tiny(name: Policy) -> RunConfig:
+    """Two layers with dropout on tp 2."""
+    model = replace(ModelConfig(), layers=2, d_model=32, heads=4, d_ff=128, vocab=96, context=32, dropout=0.1)
+    return _under(name, RunConfig(mesh=MeshConfig(tp=2), model=model, train=TrainConfig(global_batch=8, seq_len=32)))
+
+
+def _gradient_checks(options: RecomputeOptions) -> list[Check]:
+    """Gradients of the tiny model in float32 under each compiled policy, against the first; masks are drawn again."""
+    first, *others = options.compiled
+    state = _trainer(_tiny(first)).init()
+    ids = np.random.default_rng(options.seed).integers(0, 96, (1, 8, 33), dtype=np.int32)
+
+    def gradients(name: Policy) -> Any:
+        trainer = _trainer(_tiny(name))
+        batch = jax.device_put({"inputs": ids[..., :-1], "labels": ids[..., 1:]}, trainer.batch_sharding)
+        return jax.tree.map(np.asarray, trainer.gradients(state, batch)[0])
+
+    def apart(got: np.ndarray, want: np.ndarray) -> float:
+        return float(np.max(np.abs(got - want)) / np.max(np.abs(want)))
+
+    want = gradients(first)
+    largest = {name: max(jax.tree.leaves(jax.tree.map(apart, gradients(name), want))) for name in others}
+    what = f"largest difference of a gradient from {first}'s, over the leaf's largest"
+    return [Check.equal(f"{what}, {name}", difference, 0, 1e-6) for name, difference in largest.items()]
+
+
+def _sent_again() -> list[Check]:
+    """Sums over tp that full recomputation repeats: attention's of each layer, unless it was kept."""
+    names: tuple[Policy, ...] = ("flash", "flash-full", "flash-bare")
+    traffic = {name: Traffic.of(_trainer(_tiny(name))) for name in names}
+    sums = {name: sum(e.count for e in found.measured if e.op == "psum") for name, found in traffic.items()}
+    expected = {"flash-full": 0, "flash-bare": _tiny("flash").model.layers}
+    repeated = [Check.equal(f"sums over tp repeated, {n}", sums[n] - sums["flash"], expected[n]) for n in expected]
+    return [*repeated, *(c for name in names for c in traffic[name].checks(f"a step on tp 2, {name}"))]
+
+
+def _metrics(row: Row) -> dict[str, Any]:
+    return {
+        "kept_bytes": row.bytes,
+        "kept_bytes_by_kind": row.kept,
+        "kept_bytes_compiled": row.compiled,
+        "kept_bytes_megatron": row.textbook,
+        "flops": row.flops,
+        "added_share": row.added,
+        "added_share_literature": row.literature,
+    }
+
+
+def _table(rows: list[Row], options: RecomputeOptions) -> Table:
+    layers, most = rows[0].config.model.layers, rows[0].bytes
+    speed = find_gpu(options.gpu).peak("bfloat16") * options.utilisation
+    title = (
+        f"{options.preset}, {options.rows} x {options.seq_len} tokens: MB that a layer keeps, FLOPs made again, and "
+        f"modelled on {options.gpu} at {options.utilisation:.0%} of its peak"
+    )
+    columns = ("policy", "program", "compiler", "Megatron's", "made again", "literature", "GB saved", "ms added")
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.bytes / 1e6:.1f}",
+            "-" if row.compiled is None else f"{row.compiled / 1e6:.1f}",
+            f"{row.textbook / 1e6:.1f}",
+            f"{row.added:.1%}",
+            f"{row.literature:.1%}",
+            f"{(most - row.bytes) * layers / 1e9:.2f}",
+            f"{1e3 * row.added * row.useful / speed:.2f}",
+        )
+    return table
