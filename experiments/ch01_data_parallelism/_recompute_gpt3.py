@@ -1,8 +1,8 @@
 """The literature's numbers for GPT-3 175B, reproduced by formula, beside this library's.
 
 Korthikanti et al., arXiv:2205.05198: selective recomputation saves 70 % of the activations for 2.7 % more FLOPs; full
-recomputation was seen to cost 30 to 40 % of time. Their eq. 8 turns the s / 6h of the model's FLOPs into s / 3h: 12 s^2 h
-a layer, as much as attention's products forward and backward. Its forward pass once more is a third of that, 4 s^2 h.
+recomputation was seen to cost 30 to 40 % of time. Their eq. 8 turns the s / 6h of the model's FLOPs into s / 3h: 12 s^2
+h a layer, as much as attention's products forward and backward. Its forward pass once more is a third of that, 4 s^2 h.
 Here even less is made again: the backward pass of plain attention reads its weights, for which the scores suffice.
 """
 
