@@ -30,11 +30,12 @@ COLOURS = {"plain": "tab:red", "flash": "tab:blue"}
 def kind_of(shape: tuple[int, ...], config: RunConfig) -> str:
     """The kind of a kept array, from its shape on one device."""
     s = config.train.seq_len
-    if len(shape) > 3:
-        return WEIGHTS if shape[-2:] == (s, s) else HEADS
-    if shape[1] != s:
+    *others, tokens, last = shape
+    if len(others) > 1:
+        return WEIGHTS if (tokens, last) == (s, s) else HEADS
+    if tokens != s:
         return STATISTICS
-    return HIDDEN if shape[2] == config.model.d_ff else STREAM
+    return HIDDEN if last == config.model.d_ff else STREAM
 
 
 def figure(rows: list[Row], options: RecomputeOptions) -> Figure:
@@ -82,14 +83,14 @@ def _bars(axes: Axes, rows: list[Row]) -> None:
         width = np.array([row.kept.get(kind, 0) for row in rows]) / 1e6
         axes.barh(places, width, left=left, color=colour, label=kind)
         left += width
-    for place, row in zip(places, rows, strict=True):
+    for place, row in enumerate(rows):
         axes.text(row.bytes / 1e6, place, f" {row.bytes / 1e6:.0f}", va="center", fontsize=9)
     compiled = [(row.compiled / 1e6, place) for place, row in enumerate(rows) if row.compiled is not None]
     if compiled:
         axes.plot(*zip(*compiled, strict=True), "k|", markersize=18, label="by the compiler's temporaries")
     axes.set_yticks(places, [row.name for row in rows])
     axes.invert_yaxis()
-    axes.margins(x=0.1)
+    axes.set_xlim(right=1.1 * left.max())
     axes.set(xlabel="MB that a layer keeps for its backward pass", title="What is kept, by the program's types")
     axes.grid(axis="x", alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
