@@ -7,9 +7,9 @@ says; the GPU compiler's memory grows with the layers by that much; and the grad
     python run_experiment.py recompute --quick    under a minute: fewer policies, one of them compiled
 
 Expected of gpt2 with 8 x 1024 tokens: flash attention keeps less than half of what plain attention does and makes only
-scores again. Full recomputation keeps a sixth of that for 16 % more work, where one more forward pass of the layers would
-be 24 %: no backward pass reads the results of a layer's two last products. It repeats attention's sum over tp unless
-that is kept. Selective recomputation pays with plain attention only: flash attention has nothing left to save.
+scores again. Full recomputation keeps a sixth of that for 16 % more work, where one more forward pass of the layers
+would be 24 %: no backward pass reads the results of a layer's two last products. It repeats attention's sum over tp
+unless that is kept. Selective recomputation pays with plain attention only: flash attention has nothing left to save.
 
 Beside them the formulas of Korthikanti et al., arXiv:2205.05198, for Megatron's layer: s b h (34 + 5 a s / h) bytes, 34
 s b h, 2 s b h. Here it is 24 + 2 a s / h, 24 and 4. GELU's result (8) is not kept, nor are masks of dropout (two of 1,
