@@ -180,6 +180,7 @@ REFUSED = {
     "devices": (["--devices", "6", "--mesh.tp", "4"], "6 devices"),
     "experts": (["--model.name", "moe-tiny", "--mesh.ep", "3"], "model.experts=4"),
     "long output path": (["--out", "/tmp/" + "x" * 300], "File name too long"),
+    "bucket": (["--parallel.reduction", "bucket", "--parallel.bucket_mb", "99"], "parallel.bucket_mb=99.0"),
     "unknown option": (["--parallel.tpp", "2"], "mesh.tp"),
     "unknown preset": (["--model.name", "gpt3"], "gpt2-xl"),
 }

@@ -53,9 +53,11 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, draw: Draw, *, rat
 @jax.custom_vjp
 def _weights(q: jax.Array, k: jax.Array) -> jax.Array:
     """Causal softmax [b, n, s, t] in q's dtype; the backward pass keeps that, where autodiff would keep float32."""
-    scores = jnp.einsum("bsnh,btnh->bnst", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    seen = jnp.tril(jnp.ones(scores.shape[2:], bool))[None, None]
-    return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(q.dtype)
+    scores = jnp.einsum("bsnh,btnh->bnst", q, k, preferred_element_type=jnp.float32)
+    with jax.named_scope("softmax"):
+        scores = scores * q.shape[-1] ** -0.5
+        seen = jnp.tril(jnp.ones(scores.shape[2:], bool))[None, None]
+        return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(q.dtype)
 
 
 def _weights_fwd(q: jax.Array, k: jax.Array) -> tuple[jax.Array, tuple]:
@@ -65,10 +67,12 @@ def _weights_fwd(q: jax.Array, k: jax.Array) -> tuple[jax.Array, tuple]:
 
 def _weights_bwd(saved: tuple, d_weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     q, k, weights = saved
-    wide, slope = weights.astype(jnp.float32), d_weights.astype(jnp.float32)
-    d_scores = wide * (slope - jnp.sum(slope * wide, axis=-1, keepdims=True)) * q.shape[-1] ** -0.5
-    d_scores = d_scores.astype(q.dtype)
-    return jnp.einsum("bnst,btnh->bsnh", d_scores, k), jnp.einsum("bnst,bsnh->btnh", d_scores, q)
+    with jax.named_scope("softmax"):
+        wide, slope = weights.astype(jnp.float32), d_weights.astype(jnp.float32)
+        d_scores = wide * (slope - jnp.sum(slope * wide, axis=-1, keepdims=True)) * q.shape[-1] ** -0.5
+        d_scores = d_scores.astype(q.dtype)
+    with jax.named_scope("scores"):
+        return jnp.einsum("bnst,btnh->bsnh", d_scores, k), jnp.einsum("bnst,bsnh->btnh", d_scores, q)
 
 
 _weights.defvjp(_weights_fwd, _weights_bwd)

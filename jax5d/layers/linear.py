@@ -26,15 +26,20 @@ def gelu_times(hidden: jax.Array, weight: jax.Array, product: str) -> jax.Array:
     Keeps `hidden` alone for the backward pass, where autodiff would keep six arrays of its size; the product itself is
     not computed again.
     """
-    return jnp.einsum(product, jax.nn.gelu(hidden, approximate=True), weight.astype(hidden.dtype))
+    with jax.named_scope("gelu"):
+        hidden = jax.nn.gelu(hidden, approximate=True)
+    return jnp.einsum(product, hidden, weight.astype(hidden.dtype))
 
 
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=(3,))
 def silu_times(gate: jax.Array, up: jax.Array, weight: jax.Array, product: str) -> jax.Array:
     """einsum(product, silu(gate) up, weight) in gate's dtype: SwiGLU's second half. Keeps `gate` and `up` alone."""
-    return jnp.einsum(product, jax.nn.silu(gate) * up, weight.astype(gate.dtype))
+    with jax.named_scope("silu"):
+        hidden = jax.nn.silu(gate) * up
+    return jnp.einsum(product, hidden, weight.astype(gate.dtype))
 
 
+@jax.named_scope("bias")
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
     """x + bias in x's dtype; `bias` has x's rank, with size 1 where it is the same for all.
 

@@ -26,6 +26,7 @@ class LayerNorm(nnx.Module):
 
 
 @partial(jax.checkpoint, prevent_cse=False)
+@jax.named_scope("norm")
 def _normalise(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     """Keeps x alone for the backward pass, where autodiff would keep four arrays of its size."""
     wide = x.astype(jnp.float32)
@@ -49,6 +50,7 @@ class RmsNorm(nnx.Module):
 
 
 @partial(jax.checkpoint, prevent_cse=False)
+@jax.named_scope("norm")
 def _divide_by_rms(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Keeps x alone for the backward pass, as `_normalise` does."""
     wide = x.astype(jnp.float32)

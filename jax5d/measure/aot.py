@@ -56,6 +56,19 @@ class Memory:
         """Bytes reserved while the step runs: arguments + outputs - aliased + temporaries."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
+    @classmethod
+    def of(cls, compiled: Any) -> Memory:
+        """Of what `jax.jit(...).lower(...).compile()` gives."""
+        stats = compiled.memory_analysis()
+        return cls(
+            arguments=stats.argument_size_in_bytes,
+            outputs=stats.output_size_in_bytes,
+            aliased=stats.alias_size_in_bytes,
+            temporaries=stats.temp_size_in_bytes,
+            code=stats.generated_code_size_in_bytes,
+            compiler_peak=getattr(stats, "peak_memory_in_bytes", None) or None,
+        )
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -146,7 +159,7 @@ def compile_step(
         gpu,
         hosts,
         gpus_per_host,
-        _memory(compiled.memory_analysis()),
+        Memory.of(compiled),
         traced - start,
         done - traced,
         timeline(text, config.mesh),
@@ -187,6 +200,14 @@ def abstract_arguments(trainer: Trainer) -> tuple[Any, dict[str, jax.ShapeDtypeS
     return state, {"inputs": ids, "labels": ids}
 
 
+def absent_gpu(name: str) -> Any:
+    """One GPU that is not there, to be compiled for: a device for a mesh.
+
+    Raises `ConfigError` for an unknown name, and where JAX cannot compile for CUDA, as `compile_step` does.
+    """
+    return _devices(target_config(name), 1, 1)[0]
+
+
 @lru_cache(maxsize=16)  # JAX never lets go of such devices: each call would keep more of them
 def _devices(target: str, hosts: int, gpus_per_host: int) -> list[Any]:
     """Devices that can be compiled for and nothing else."""
@@ -222,14 +243,3 @@ def _no_driver_needed() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def _memory(stats: Any) -> Memory:
-    return Memory(
-        arguments=stats.argument_size_in_bytes,
-        outputs=stats.output_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-        code=stats.generated_code_size_in_bytes,
-        compiler_peak=getattr(stats, "peak_memory_in_bytes", None) or None,
-    )

@@ -53,9 +53,15 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, place: Place, key: jax.Array) -> tuple[jax.Array, dict[str, Any], dict[str, Any]]:
         """Residual stream [b, s_stream, d] -> the same, the MLP's losses and its statistics; `key` is the layer's."""
         y = self.attention(self.norm_1(x), place, site(key, 0))
-        x = x + dropout(y, self.dropout, site(key, 1), place, self.boundary)
+        x = _add(x, dropout(y, self.dropout, site(key, 1), place, self.boundary))
         y, losses, stats = self.mlp(self.norm_2(x))
-        return x + dropout(y, self.dropout, site(key, 2), place, self.boundary), losses, stats
+        return _add(x, dropout(y, self.dropout, site(key, 2), place, self.boundary)), losses, stats
+
+
+@jax.named_scope("residual")
+def _add(x: jax.Array, y: jax.Array) -> jax.Array:
+    """A branch's result onto the residual stream."""
+    return x + y
 
 
 def _mlp(config: ModelConfig, out_std: float, boundary: Boundary, rngs: nnx.Rngs) -> Mlp | SwiGlu | Moe:

@@ -47,6 +47,11 @@ def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def zeros_of(kind: Any, dims: tuple[int, ...] = ()) -> jax.Array:
+    """Zeros of a value's type, its varying axes included, behind `dims` further dims. Bytes: 0."""
+    return varying(jnp.zeros((*dims, *kind.shape), kind.dtype), tuple(kind.manual_axis_type.varying))
+
+
 def diverge(params: Tree, specs: Tree, token_axes: tuple[str, ...]) -> Tree:
     """Give every device its own copy of each parameter, to differentiate. Bytes: 0."""
     return jax.tree.map(lambda s, p: varying(p, reduction_axes(s, token_axes)), specs, params, is_leaf=is_spec)

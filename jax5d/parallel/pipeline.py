@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax5d.parallel.data import varying
+from jax5d.parallel.data import varying, zeros_of
 from jax5d.parallel.schedules import Table, Tick, phases
-from jax5d.parallel.stack import Back, Layer, Reduce, Stack, run
+from jax5d.parallel.stack import Back, Layer, Reduce, Ring, Stack, run
 
 Tree = Any
 
@@ -80,11 +80,6 @@ def _kinds(function: Callable[..., Tree], *args: Tree) -> Tree:
     return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
 
 
-def _zeros(kind: Any, slots: tuple[int, ...] = ()) -> jax.Array:
-    """Zeros of a value's type, its varying axes included."""
-    return varying(jnp.zeros((*slots, *kind.shape), kind.dtype), tuple(kind.manual_axis_type.varying))
-
-
 def _add_where(valid: jax.Array, total: Tree, new: Tree) -> Tree:
     """Accumulate what belongs to a real microbatch. `where`, not a product: an idle tick may hold nan."""
     return jax.tree.map(lambda t, n: t + jnp.where(valid, n, 0).astype(t.dtype), total, new)
@@ -93,14 +88,6 @@ def _add_where(valid: jax.Array, total: Tree, new: Tree) -> Tree:
 def _add(total: Tree, new: Tree) -> Tree:
     """Sum in the dtype of `total`."""
     return jax.tree.map(lambda t, n: t + n.astype(t.dtype), total, new)
-
-
-def _put(ring: list[jax.Array], m: jax.Array, values: list[jax.Array]) -> list[jax.Array]:
-    return [lax.dynamic_update_index_in_dim(r, v, m % r.shape[0], 0) for r, v in zip(ring, values, strict=True)]
-
-
-def _get(ring: list[jax.Array], m: jax.Array) -> list[jax.Array]:
-    return [lax.dynamic_index_in_dim(r, m % r.shape[0], 0, keepdims=False) for r in ring]
 
 
 def _rows(ticks: tuple[Tick, ...]) -> dict[str, jax.Array]:
@@ -119,12 +106,12 @@ def _forward(
     with jax.named_scope("embed"):
         x = jnp.where(_is_first(), embed(outer, jnp.clip(row[0], 0, count - 1)), carry["x"])
     with jax.named_scope("layers"):
-        (y, losses), stats, saved = layers(x, real)
+        (y, losses), stats, ring = layers(x, real, carry["saved"], m)
     valid = (m >= 0) & (m < count)
     return carry | {
         "x": _step_to(y, 1),
-        "saved": _put(carry["saved"], m, saved),
-        "y": _put(carry["y"], m, [y]),
+        "saved": ring,
+        "y": lax.dynamic_update_index_in_dim(carry["y"], y, m % carry["y"].shape[0], 0),
         "losses": _add_where(valid, carry["losses"], losses),
         "stats": _add_where(valid, carry["stats"], stats),
     }
@@ -132,21 +119,11 @@ def _forward(
 
 def _head(carry: dict, m: jax.Array, work: Work, outer: Tree, scale: jax.Array) -> dict:
     """The head's loss of microbatch `m` and its gradient, on all stages together."""
-    (y,) = _get(carry["y"], m)
+    y = lax.dynamic_index_in_dim(carry["y"], m % carry["y"].shape[0], 0, keepdims=False)
     with jax.named_scope("head"):
         loss, vjp = jax.vjp(lambda o, y: work.head(o, _from_last(y), m), outer, y)
         d_outer, d_y = vjp(varying(scale, tuple(jax.typeof(loss).manual_axis_type.varying)))
     return carry | {"head": carry["head"] + loss, "outer": _add(carry["outer"], d_outer), "d_y": d_y}
-
-
-def _d_y(carry: dict, weights: Tree) -> tuple[jax.Array, Tree]:
-    """Derivatives of the objective by the stage's output, and by each of its losses."""
-    d_losses = jax.tree.map(
-        lambda w, loss: varying(jnp.asarray(w, loss.dtype), tuple(jax.typeof(loss).manual_axis_type.varying)),
-        weights,
-        carry["losses"],
-    )
-    return jnp.where(_is_last(), carry["d_y"], carry["d_x"]), d_losses
 
 
 def _backward(
@@ -161,9 +138,8 @@ def _backward(
         carry["losses"],
     )
     d = jnp.where(_is_last(), carry["d_y"], carry["d_x"]), d_losses
-    saved = _get(carry["saved"], m)
     with jax.named_scope("layers"):
-        back = layers(jnp.clip(m, 0, count - 1), saved, d, partial(_add_where, valid), carry["blocks"])
+        back = layers(jnp.clip(m, 0, count - 1), carry["saved"], m, d, partial(_add_where, valid), carry["blocks"])
     leaving = jnp.clip(row[0], 0, count - 1)
     with jax.named_scope("embed"):
         unembed = jax.linear_transpose(lambda o: jnp.where(_is_first(), work.embed(o, leaving), 0), outer)
@@ -205,18 +181,19 @@ def train(
     """
     outer, blocks, count = params["outer"], params["blocks"], table.microbatches
     stack = Stack(work.layer, blocks, x, varying(jnp.int32(0), ("pp",)))
-    every, end = range(table.stages), range(table.stages - 1, table.stages)
-    (_, losses), stats, saved = _kinds(stack.forward, x, stack.m)
-    zeros = partial(jax.tree.map, lambda p: _zeros(jax.typeof(p).update(dtype=accumulate)))
+    end = range(table.stages - 1, table.stages)
+    ring = stack.ring(table.slots(range(table.stages)))
+    (_, losses), stats, _ = _kinds(stack.forward, x, stack.m, ring, stack.m)
+    zeros = partial(jax.tree.map, lambda p: zeros_of(jax.typeof(p).update(dtype=accumulate)))
     carry = {
         "x": x,
         "d_x": x,
         "d_y": x,
-        "y": [_zeros(jax.typeof(x), (table.slots(end),))],
-        "saved": [_zeros(kind, (table.slots(every),)) for kind in saved],
-        "head": _zeros(_kinds(work.head, outer, x, jnp.int32(0))),
-        "losses": jax.tree.map(_zeros, losses),
-        "stats": jax.tree.map(_zeros, stats),
+        "y": zeros_of(jax.typeof(x), (table.slots(end),)),
+        "saved": ring,
+        "head": zeros_of(_kinds(work.head, outer, x, jnp.int32(0))),
+        "losses": jax.tree.map(zeros_of, losses),
+        "stats": jax.tree.map(zeros_of, stats),
         "outer": zeros(outer),
         "blocks": zeros(blocks),
         "squares": (),
@@ -241,19 +218,20 @@ def train(
 def evaluate(table: Table, work: Work, params: dict[str, Tree], x: jax.Array) -> Result:
     """The head's results, losses and statistics summed over microbatches, without gradients. Arguments: see `train`."""
 
-    def layers(x: jax.Array, m: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree, list[jax.Array]]:
-        return *run(work.layer, params["blocks"], x, m), []
+    def layers(x: jax.Array, m: jax.Array, ring: Ring, slot: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree, Ring]:
+        del slot
+        return *run(work.layer, params["blocks"], x, m), ring
 
-    outer = params["outer"]
-    (_, losses), stats, _ = _kinds(layers, x, varying(jnp.int32(0), ("pp",)))
+    outer, stage = params["outer"], varying(jnp.int32(0), ("pp",))
+    (_, losses), stats, _ = _kinds(layers, x, stage, [], stage)
     head = _kinds(work.head, outer, x, jnp.int32(0))
     totals = {"head": head, "losses": losses, "stats": stats}
-    carry = {"x": x, "y": [x[None]], "saved": [], **jax.tree.map(_zeros, totals)}
+    carry = {"x": x, "y": x[None], "saved": [], **jax.tree.map(zeros_of, totals)}
 
     def tick(carry: dict, row: dict[str, jax.Array]) -> tuple[dict, None]:
         carry = _forward(carry, row["forward"], work.embed, layers, outer, table.microbatches)
         if "head" in row:
-            result = work.head(outer, _from_last(carry["y"][0][0]), row["head"])
+            result = work.head(outer, _from_last(carry["y"][0]), row["head"])
             carry = carry | {"head": jax.tree.map(jnp.add, carry["head"], result)}
         return carry, None
 

@@ -18,14 +18,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax5d.parallel.data import squares, varying
+from jax5d.parallel.data import squares, varying, zeros_of
 from jax5d.parallel.halves import Halves, halve
 
 Tree = Any
 Layer = Callable[[Tree, jax.Array, tuple[jax.Array, jax.Array]], tuple[tuple[jax.Array, Tree], Tree]]
 """(params, x, (m, index)) -> ((y, losses), stats): one layer; m is the microbatch, index the layer's of the model."""
+Ring = list[jax.Array]
+"""What layers saved of the microbatches in flight, each array [slots, layers, ...]. Written and read a layer at a time,
+so that there is one copy of it."""
 Add = Callable[[Tree, Tree], Tree]
 Reduce = Callable[[Tree], Tree]
+Slope = tuple[jax.Array, Tree]
+"""Derivatives of the objective by a layer's y and by its losses."""
 
 
 class Back(NamedTuple):
@@ -80,37 +85,53 @@ class Stack:
         first = jax.tree.map(lambda p: p[0], self.blocks)
         return halve(self.layer, first, self.x, (self.m, layer_indices(self.blocks)[0]))
 
-    def forward(self, x: jax.Array, m: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree, list[jax.Array]]:
-        """((y, losses), stats, saved): losses and stats summed over layers, saved stacked [layers, ...]."""
+    def forward(
+        self, x: jax.Array, m: jax.Array, ring: Ring, slot: jax.Array
+    ) -> tuple[tuple[jax.Array, Tree], Tree, Ring]:
+        """((y, losses), stats, ring): losses and stats summed over layers; what each layer saves is in `slot`."""
 
-        def step(x: jax.Array, scanned: tuple[Tree, jax.Array]) -> tuple[jax.Array, Tree]:
-            params, index = scanned
+        def step(carry: tuple[jax.Array, Ring], scanned: tuple) -> tuple[tuple[jax.Array, Ring], Tree]:
+            x, ring = carry
+            params, at, index = scanned
             (y, losses), stats, saved = self.halves.forward(params, x, (m, index))
-            return y, ((losses, stats), saved)
+            ring = [_write(r, value, slot, at) for r, value in zip(ring, saved, strict=True)]
+            return (y, ring), (losses, stats)
 
-        y, (sums, saved) = lax.scan(step, x, (self.blocks, layer_indices(self.blocks)))
+        places = jnp.arange(self._count), layer_indices(self.blocks)
+        (y, ring), sums = lax.scan(step, (x, ring), (self.blocks, *places))
         losses, stats = total(sums)
-        return (y, losses), stats, saved
+        return (y, losses), stats, ring
 
-    def backward(self, m: jax.Array, saved: list[jax.Array], d: tuple[jax.Array, Tree], add: Add, grads: Tree) -> Back:
+    def ring(self, slots: int) -> Ring:
+        """Zeros for what a stage's layers save of `slots` microbatches: each [slots, layers, ...]."""
+        return [zeros_of(kind, (slots, self._count)) for kind in self.halves.saved]
+
+    def backward(self, m: jax.Array, ring: Ring, slot: jax.Array, d: Slope, add: Add, grads: Tree) -> Back:
         """Add a microbatch's gradients to `grads`, which has a leading layers dim.
 
         Args:
-            saved: what `forward` saved of the microbatch.
-            d: derivatives of the objective by y and by the losses.
+            ring, slot: what `forward` saved of the microbatch.
+            d: derivatives of the objective by the last layer's y and by every layer's losses.
             add: (total, new) -> total of one layer.
         """
 
         def step(carry: tuple[jax.Array, Tree], at: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
             d_y, grads = carry
-            new, d_x = self._one(at, m, saved, (d_y, d[1]))
+            new, d_x = self._one(at, m, ring, slot, (d_y, d[1]))
             return (d_x, _put(grads, at, add(_get(grads, at), new))), None
 
         (d_x, grads), _ = lax.scan(step, (d[0], grads), jnp.arange(self._count), reverse=True)
         return Back(grads, d_x)
 
     def last_backward(
-        self, m: jax.Array, saved: list[jax.Array], d: tuple[jax.Array, Tree], add: Add, grads: Tree, reduce: Reduce
+        self,
+        m: jax.Array,
+        ring: Ring,
+        slot: jax.Array,
+        d: Slope,
+        add: Add,
+        grads: Tree,
+        reduce: Reduce,
     ) -> Back:
         """The same for the step's last microbatch, and `reduce` of each layer's total while the next one is at work.
 
@@ -119,7 +140,7 @@ class Stack:
         last = self._count - 1
 
         def one(d_y: jax.Array, grads: Tree, at: Any) -> tuple[jax.Array, Tree]:
-            new, d_x = self._one(at, m, saved, (d_y, d[1]))
+            new, d_x = self._one(at, m, ring, slot, (d_y, d[1]))
             return d_x, add(_get(grads, at), new)
 
         def step(carry: tuple[jax.Array, Tree, Tree], at: jax.Array) -> tuple[tuple[jax.Array, Tree, Tree], Tree]:
@@ -135,9 +156,21 @@ class Stack:
     def _count(self) -> int:
         return jax.tree.leaves(self.blocks)[0].shape[0]
 
-    def _one(self, at: Any, m: jax.Array, saved: list[jax.Array], d: tuple[jax.Array, Tree]) -> tuple[Tree, jax.Array]:
+    def _one(self, at: Any, m: jax.Array, ring: Ring, slot: jax.Array, d: Slope) -> tuple[Tree, jax.Array]:
         """Gradients by the parameters and the input of the layer at `at`."""
-        return self.halves.backward(_get(self.blocks, at), (m, layer_indices(self.blocks)[at]), _get(saved, at), d)
+        saved = [_read(r, slot, at) for r in ring]
+        return self.halves.backward(_get(self.blocks, at), (m, layer_indices(self.blocks)[at]), saved, d)
+
+
+def _write(ring: jax.Array, value: jax.Array, slot: jax.Array, at: jax.Array) -> jax.Array:
+    """Put `value` at [slot, at] of [slots, layers, ...]; slots go round."""
+    return lax.dynamic_update_slice(ring, value[None, None], (slot % ring.shape[0], at, *(0 for _ in value.shape)))
+
+
+def _read(ring: jax.Array, slot: jax.Array, at: Any) -> jax.Array:
+    """What is at [slot, at] of [slots, layers, ...]; slots go round."""
+    shape = ring.shape[2:]
+    return lax.dynamic_slice(ring, (slot % ring.shape[0], at, *(0 for _ in shape)), (1, 1, *shape)).reshape(shape)
 
 
 def _get(stacked: Tree, at: Any) -> Tree:
