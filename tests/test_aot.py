@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from importlib.util import find_spec
 from typing import Any
 
 import jax
 import pytest
+from plugin import needs_plugin
 from tiny import config
 
 from jax5d.config import ConfigError, RunConfig
@@ -17,9 +17,6 @@ from jax5d.costs.memory import state_bytes
 from jax5d.measure import aot
 from jax5d.measure.aot import Compiled, cluster, compile_step
 from jax5d.measure.targets import CHIPS, target_config
-
-PLUGIN = any(find_spec("jax_plugins") and find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13))
-needs_plugin = pytest.mark.skipif(not PLUGIN, reason="JAX's CUDA plugin is not installed")
 
 
 def run(**mesh: int) -> RunConfig:
