@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from jax5d.config import TrainConfig as TrainConfig
     from jax5d.config import check as check
     from jax5d.costs.communication import StepTraffic as StepTraffic
+    from jax5d.costs.memory import memory as memory
+    from jax5d.measure.aot import compile_step as compile_step
     from jax5d.measure.ledger import ledger as ledger
+    from jax5d.measure.trace import read_trace as read_trace
     from jax5d.mesh import make_mesh as make_mesh
     from jax5d.mesh import use_cpu_devices as use_cpu_devices
     from jax5d.train.checkpoint import from_checkpoint as from_checkpoint
@@ -40,7 +43,10 @@ _HOME = {
         "check",
     ),
     "jax5d.costs.communication": ("StepTraffic",),
+    "jax5d.costs.memory": ("memory",),
+    "jax5d.measure.aot": ("compile_step",),
     "jax5d.measure.ledger": ("ledger",),
+    "jax5d.measure.trace": ("read_trace",),
     "jax5d.mesh": ("make_mesh", "use_cpu_devices"),
     "jax5d.train.checkpoint": ("from_checkpoint",),
     "jax5d.train.generate": ("generate",),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import jax
 import pytest
+from plugin import needs_plugin
 from rich.console import Console
 
 from experiments.ch00_foundations import gpu_anatomy
@@ -21,9 +21,6 @@ from jax5d.costs.gpus import gpu
 from jax5d.measure.aot import Memory, absent_gpu
 from jax5d.measure.ceilings import Ceilings
 from jax5d.measure.operations import operations
-
-PLUGIN = any(find_spec("jax_plugins") and find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13))
-needs_plugin = pytest.mark.skipif(not PLUGIN, reason="JAX's CUDA plugin is not installed")
 
 SMALL = replace(gpu_anatomy.QUICK, model="gpt2-tiny", batch=2, seq_len=64, longer=(128,))
 

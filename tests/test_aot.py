@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from importlib.util import find_spec
 from typing import Any
 
 import jax
 import pytest
+from plugin import needs_plugin
 from tiny import config
 
 from jax5d.config import ConfigError, RunConfig
@@ -17,9 +17,6 @@ from jax5d.costs.memory import state_bytes
 from jax5d.measure import aot
 from jax5d.measure.aot import Compiled, cluster, compile_step
 from jax5d.measure.targets import CHIPS, target_config
-
-PLUGIN = any(find_spec("jax_plugins") and find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13))
-needs_plugin = pytest.mark.skipif(not PLUGIN, reason="JAX's CUDA plugin is not installed")
 
 
 def run(**mesh: int) -> RunConfig:
@@ -136,6 +133,7 @@ def test_target_config_of_an_h100() -> None:
         "cuda_compute_capability { major: 9 minor: 0",
     ):
         assert field in text
+    assert "device_memory_size: 1000" in target_config("h100", memory=1000)
     assert list(CHIPS) == ["a100-40", "a100-80", "h100", "h200", "b200", "rtx4090"]
     capabilities = {name: (gpu.limits.major, gpu.limits.minor) for name, gpu in CHIPS.items()}
     assert set(capabilities.values()) == {(8, 0), (9, 0), (10, 0), (8, 9)}
@@ -168,6 +166,8 @@ def test_a_machine_that_cannot_compile_is_refused(monkeypatch: pytest.MonkeyPatc
         patch.setattr(aot, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match=r'pip install "jax\[cuda12\]"'):
             compile_step(CUBE, "a100-40")
+        with pytest.raises(ConfigError, match=r'pip install "jax\[cuda12\]"'):
+            aot.check_compiler("a100-80")
     with monkeypatch.context() as patch:
         patch.setattr(aot, "find_spec", lambda name: True)
         patch.setattr(aot.topologies, "get_topology_desc", absent)

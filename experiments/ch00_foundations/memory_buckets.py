@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -28,25 +27,20 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from experiments.ch00_foundations._compared import GB, LIMIT, Compared, refuse_mesh, stacked
 from experiments.ch00_foundations._memory_cases import BATCHES, FEW, LENGTHS, OTHERS, SLOPES, case, deeper
 from experiments.harness import Check, Outcome, save_figure
 from experiments.options import Options
 from experiments.training import mesh_name
-from jax5d.config import ConfigError, RunConfig
+from jax5d.config import RunConfig
 from jax5d.costs import textbook
 from jax5d.costs.activations import Activations
-from jax5d.costs.gpus import gpu
-from jax5d.costs.memory import Memory, memory
-from jax5d.measure import aot
+from jax5d.costs.memory import memory
+from jax5d.measure.aot import check_compiler
 
 CAPSULES = [4]
 CLAIM = "Before anything is compiled, the state of a training step is known to the byte and its memory within 5 %"
 NEEDS = "JAX's CUDA wheels on Linux and 15 minutes on 2 CPU cores; no GPU"
-
-LIMIT = 0.05
-"""Largest difference between formula and compiler, relative to the compiler."""
-
-GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -61,28 +55,10 @@ DEFAULTS = MemoryOptions()
 QUICK = DEFAULTS
 
 
-@dataclass(frozen=True)
-class Compared:
-    """One configuration by formula and by compiler."""
-
-    config: RunConfig
-    formula: Memory
-    compiler: aot.Memory
-
-    @property
-    def error(self) -> float:
-        """Of the formula's total, relative."""
-        return self.formula.total / self.compiler.peak - 1
-
-
 def check(options: MemoryOptions, folder: Path) -> None:
-    """Refuse a mesh, as the meshes are the experiment's own, and a GPU that is not known."""
-    gpu(options.gpu)
-    if options.mesh.size > 1:
-        raise ConfigError(
-            f"memory_buckets compiles for meshes of its own, but the mesh is {mesh_name(options.mesh)}; leave out "
-            "--mesh and --devices"
-        )
+    """Refuse a mesh, as the meshes are the experiment's own, and what cannot be compiled for."""
+    refuse_mesh(options, "memory_buckets")
+    check_compiler(options.gpu)
 
 
 def run(options: MemoryOptions, folder: Path, console: Console) -> Outcome:
@@ -92,7 +68,7 @@ def run(options: MemoryOptions, folder: Path, console: Console) -> Outcome:
     wanted += FEW if options.quick else [*BATCHES, *LENGTHS, *OTHERS]
     once = list(dict.fromkeys(wanted))
     shown = track(once, description="compiling", console=console, disable=not console.is_terminal)
-    found = {config: Compared(config, memory(config), aot.compile_step(config, options.gpu).memory) for config in shown}
+    found = {config: Compared.of(config, options.gpu) for config in shown}
     rows = list(found.values())
     save_figure(_buckets(found, options.gpu), folder, "memory_buckets")
     save_figure(_scatter(rows, options.gpu), folder, "formula_and_compiler")
@@ -101,7 +77,7 @@ def run(options: MemoryOptions, folder: Path, console: Console) -> Outcome:
         "configurations": len(rows),
         "worst": {"name": _name(worst.config), "error": worst.error},
         "median_error": median(abs(row.error) for row in rows),
-        "rows": [_metrics(row) for row in rows],
+        "rows": [{"name": _name(row.config)} | row.metrics() for row in rows],
     }
     checks = [*_checks(rows), *(_slope(name, found[c], found[deeper(c)]) for name, c in slopes.items())]
     return Outcome(checks, metrics, [_table(rows), _layers()])
@@ -145,15 +121,6 @@ def _name(config: RunConfig) -> str:
         if value != getattr(default, key)
     ]
     return ", ".join([f"{model.name} {train.global_batch} x {train.seq_len}", mesh_name(config.mesh), *changed])
-
-
-def _metrics(row: Compared) -> dict[str, Any]:
-    return {
-        "name": _name(row.config),
-        "error": row.error,
-        "formula": vars(row.formula) | {"total": row.formula.total},
-        "compiler": vars(row.compiler) | {"reserved": row.compiler.peak},
-    }
 
 
 def _table(rows: Iterable[Compared]) -> Table:
@@ -204,12 +171,7 @@ def _buckets(found: dict[RunConfig, Compared], target: str) -> Figure:
 
 
 def _stacked(axes: Axes, bars: dict[str, RunConfig], found: dict[RunConfig, Compared]) -> None:
-    parts = [memory(config) for config in bars.values()]
-    bottom = np.zeros(len(bars))
-    for name in ("parameters", "gradients", "optimizer", "activations", "working"):
-        height = np.array([getattr(m, name) for m in parts]) / GB
-        axes.bar(list(bars), height, 0.6, bottom=bottom, label=name)
-        bottom += height
+    stacked(axes, list(bars), [memory(config) for config in bars.values()])
     known = {label: found[config].compiler.peak / GB for label, config in bars.items() if config in found}
     axes.plot(list(known), list(known.values()), "kD", markersize=6, label="reserved by the compiler")
     axes.grid(axis="y", alpha=0.3)

@@ -7,8 +7,7 @@ step, and what it keeps of each layer for the backward pass is 1/m of the whole 
     python run_experiment.py gradient_accumulation --quick    25 seconds: m of 1, 4 and 16
 
 Expected: a layer adds 4 b s (8 d + n + f) bytes of activations to the step's memory, for the b rows of a microbatch on
-a device, and at most its gradients; on fake devices the activations are there twice where there is a loop over
-microbatches, once as the loop's value and once as that of the layers.
+a device, and its gradients at most twice.
 Reducing after each microbatch instead would send m times the bytes. Small microbatches also keep a device less busy, so
 on real ones the time of a step grows with m.
 """
@@ -34,6 +33,7 @@ from experiments.harness import Check, Outcome, save_figure
 from experiments.options import Options
 from experiments.training import Traffic
 from jax5d.config import PRESETS, ConfigError, MeshConfig, RunConfig, TrainConfig
+from jax5d.costs.activations import Activations
 from jax5d.costs.parameters import FLOAT32, count
 from jax5d.mesh import make_mesh
 from jax5d.models.build import BATCH_SPEC
@@ -180,24 +180,22 @@ def saved_bytes(trainer: Trainer) -> int:
 
 
 def saved_theory(m: int) -> int:
-    """What a layer's backward pass needs, in float32: 4 b s (8 d + n + f) bytes.
+    """What a layer's backward pass needs, in float32: 4 b s (8 d + n + f) bytes, as `costs.activations` has it.
 
     Of each token both norms' inputs and results, queries, keys, values and attention's result, d each; the log-sum-exp
     of n heads; the MLP's f hidden values before the GELU.
     """
-    model = RUN.model
-    return FLOAT32 * ROWS // (2 * m) * LENGTH * (8 * model.d_model + model.heads + model.d_ff)
+    return Activations(replace(RUN, parallel=replace(RUN.parallel, microbatches=m))).layer
 
 
 def layer_theory(m: int) -> tuple[float, float]:
     """Least and most bytes that a layer adds to the temporaries.
 
-    Its activations, twice in a loop; and its gradients, unless they find room where something else was before. XLA
-    packs what lives at different times into one arena, and does not always find the tightest way: 5 % either way.
+    Its activations; and its gradients, which may find room where something else was before, or of which a loop may hold
+    copies. XLA packs what lives at different times into one arena, and not always in the tightest way: 5 % either way.
     """
-    activations = saved_theory(m) * (1 if m == 1 else 2)
     gradients = FLOAT32 * (count(RUN.model) - count(replace(RUN.model, layers=DEEP - 1)))
-    return 0.95 * activations, 1.05 * activations + gradients
+    return 0.95 * saved_theory(m), 1.05 * saved_theory(m) + 2 * gradients
 
 
 def _off(got: Tree, want: Tree) -> float:

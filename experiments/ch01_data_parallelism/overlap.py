@@ -32,7 +32,7 @@ from jax5d.costs.collectives import wire_bytes
 from jax5d.costs.flops import step_flops
 from jax5d.costs.gpus import gpu as find_gpu
 from jax5d.costs.parameters import BYTES, count, leaves
-from jax5d.measure.aot import Compiled, compile_step
+from jax5d.measure.aot import Compiled, check_compiler, compile_step
 from jax5d.measure.timeline import Scheduled
 
 CAPSULES = [13]
@@ -110,6 +110,7 @@ def check(options: OverlapOptions, folder: Path) -> None:
             )
     if options.rows < 1:
         raise ConfigError(f"rows={options.rows} is below 1; give the sequences of each GPU")
+    check_compiler(options.gpu)
 
 
 def run(options: OverlapOptions, folder: Path, console: Console) -> Outcome:

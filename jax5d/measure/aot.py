@@ -115,6 +115,7 @@ def compile_step(
     hosts: int | None = None,
     gpus_per_host: int | None = None,
     *,
+    memory: int | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Compiled:
     """Compile the training step of `config` for a cluster; nothing is executed.
@@ -127,13 +128,15 @@ def compile_step(
         gpu: a name of `jax5d.costs.gpus.GPUS`.
         hosts: their number; default: as few as the mesh needs.
         gpus_per_host: default: 8, or what the given hosts make of the mesh.
+        memory: bytes of a GPU, as the compiler is told; default: what it has. XLA compiles what does not fit, too, but
+            prints an error where state and batch alone take more than 80 %.
         compiler_options: XLA flags of this one compilation, by name without dashes.
 
     Raises:
         ConfigError: an unknown GPU, a cluster of another size than the mesh, an unknown option, or a JAX that cannot
             compile for CUDA.
     """
-    target = target_config(gpu)
+    target = target_config(gpu, memory)
     check(config)
     hosts, gpus_per_host = cluster(config.mesh.size, hosts, gpus_per_host)
     mesh = make_mesh(config.mesh, _devices(target, hosts, gpus_per_host))
@@ -163,6 +166,11 @@ def compile_step(
         ledger(trainer.step, *arguments),
         text,
     )
+
+
+def check_compiler(gpu: str) -> None:
+    """Raise `ConfigError` where `compile_step` would, whatever the configuration: before a run does anything else."""
+    _devices(target_config(gpu), 1, 1)
 
 
 def cluster(devices: int, hosts: int | None = None, gpus_per_host: int | None = None) -> tuple[int, int]:

@@ -65,12 +65,14 @@ CHIPS: dict[str, Chip] = {
 """By the names of `jax5d.costs.gpus`."""
 
 
-def target_config(name: str) -> str:
+def target_config(name: str, memory: int | None = None) -> str:
     """The text of a GpuTargetConfigProto: what XLA asks a device before it compiles for it.
 
-    Raises `ConfigError` for a GPU that `jax5d.costs.gpus` does not know.
+    `memory` are its bytes; default: what the driver shows of them. Raises `ConfigError` for a GPU that
+    `jax5d.costs.gpus` does not know.
     """
-    memory, chip = gpu(name).visible, CHIPS[name]
+    row, chip = gpu(name), CHIPS[name]
+    memory = row.visible if memory is None else memory
     limits = chip.limits
     # from 9.0 on XLA uses the instructions that only this very architecture has (sm_90a, sm_100a)
     own = "feature_extension: ACCELERATED_FEATURES" if limits.major >= 9 else ""

@@ -119,7 +119,8 @@ class Trainer:
             params = self.model.init(jax.random.key(self.config.seed))
             return TrainState(jnp.int32(0), params, self.optimizer.init(params), self.scaling.init())
 
-        return jax.jit(create, out_shardings=self.shardings)()
+        cheaply = {"xla_backend_optimization_level": 1}  # it runs once
+        return jax.jit(create, out_shardings=self.shardings, compiler_options=cheaply)()
 
     @cached_property
     def step(self) -> jax.stages.Wrapped:
