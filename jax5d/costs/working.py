@@ -1,9 +1,9 @@
 """The working set: what comes and goes within a step, at the moment when there is most of it.
 
-Beside state, gradients and waiting activations three moments compete: inside a layer's backward pass, before it under
-sequence parallelism, and inside the head. A compiler that packs buffers well needs room for the largest only. What is
-said here of XLA was read from its buffer assignments for an H100; another version may do better. With more than one
-tick a step is a loop, and what the loop carries, sums and the ring of activations, is there at every moment.
+Beside state, gradients and waiting activations three moments compete: before a layer's backward pass, inside it, and
+inside the head. A compiler that packs buffers well needs room for the largest only. With more than one tick a step is
+a loop, and what the loop carries, sums and the ring of activations, is there at every moment. What is said here of XLA
+was read from its buffer assignments for an H100; another version may do better.
 
 Letters as in `jax5d.costs.activations`.
 """
@@ -41,7 +41,7 @@ class Working:
         the derivative on its way down [b, s, d]. At a norm: four of the stream in float32, and as many wide as are read
         and made. At either: derivatives of the MLP's products, the activation function's result [b, s, f / t], and the
         layer's gradients, before they are added up or on their way to the replicas. In a loop also the table's gradient
-        of one microbatch, which waits for the embedding's, and copies of the ring, which the loop carries on.
+        of one microbatch, which waits for the embedding's, and what was transposed, as the ring itself is needed later.
         """
         a = self._kept
         hidden = (a.products + 1) * a.hidden // a.products
@@ -52,8 +52,7 @@ class Working:
 
     @property
     def transposing(self) -> int:
-        """Before the layers' backward pass under sequence parallelism: copies of the ring, and what the first layer
-        reads."""
+        """Before the layers' backward pass: arrays that are transposed for it, and what the first layer reads."""
         a = self._kept
         return self._transposed + 3 * a.whole + (a.products + 1) * a.hidden // a.products
 
@@ -93,7 +92,7 @@ class Working:
         if m.attention == "plain":
             again = FLOAT32 if self.config.parallel.remat != "none" else 0
             return queries * a.length * (2 * a.width + again)
-        if mesh.cp == 1 and not m.dropout and a.width < FLOAT32:
+        if not self._own_attention:
             return 0
         piece = next(a.length // n for n in range(1, a.length + 1) if a.length % n == 0 and a.length // n <= PIECE)
         scores = 2 * queries * piece * (FLOAT32 + (a.width if a.width < FLOAT32 else 0))
@@ -101,18 +100,25 @@ class Working:
         return scores + (ring if mesh.cp > 1 else 0)
 
     @property
+    def _own_attention(self) -> bool:
+        """Round a ring, with dropout and in float32, where cuDNN's kernel does not do."""
+        m = self.config.model
+        return m.attention == "flash" and (self.config.mesh.cp > 1 or m.dropout > 0 or self._kept.width == FLOAT32)
+
+    @property
     def _transposed(self) -> int:
-        """What sequence parallelism gathered lies sequence-major, and XLA transposes both arrays of the whole ring, all
-        layers and slots, before it walks back."""
+        """XLA keeps some arrays in the layout of what made them and transposes them, all layers and slots at once,
+        for what reads them: the two that sequence parallelism gathers, and q, k and v of our own attention."""
         a, parallel = self._kept, self.config.parallel
-        if not parallel.sequence or self.config.mesh.tp == 1 or parallel.remat == "full":
+        if parallel.remat == "full":
             return 0
-        return 2 * a.slots * a.layers * a.whole
+        gathered = 2 * a.whole if parallel.sequence and self.config.mesh.tp > 1 else 0
+        return a.slots * a.layers * (gathered + (3 * a.heads if self._own_attention else 0))
 
     @property
     def _second_ring(self) -> int:
         """One stage, two microbatches: the loop has one tick, and XLA unrolls it. The second forward pass writes into
-        the ring that the first backward pass reads, and as nothing orders the two, XLA gives each its own."""
+        the ring that the first backward pass reads, and as nothing orders the two, XLA gives it a copy."""
         a = self._kept
         return a.layers * a.layer if self.config.mesh.pp == 1 and self.config.parallel.microbatches == 2 else 0
 
