@@ -96,7 +96,7 @@ def speed(device: Device, name: str) -> dict[str, Any]:
         trainer = trainer_on(device, model, rows, 8)
         batch = batch_of(trainer, rows, 0)
         start = time.perf_counter()
-        compiled = trainer.step.lower(jax.eval_shape(trainer.init), batch).compile()
+        compiled = trainer.step.lower(trainer.shapes, batch).compile()
         seconds, needed, limit = time.perf_counter() - start, _needed(compiled), memory_limit(device)
         if limit is None or needed <= HEADROOM * limit:
             per_step, last = _timed(compiled, trainer.init(), batch)

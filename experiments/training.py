@@ -36,7 +36,7 @@ class Traffic:
         """Trace the trainer's step; nothing is computed."""
         train, count = trainer.config.train, trainer.config.parallel.microbatches
         ids = jax.ShapeDtypeStruct((count, train.global_batch // count, train.seq_len), jnp.int32)
-        measured = ledger(trainer.step, jax.eval_shape(trainer.init), {"inputs": ids, "labels": ids})
+        measured = ledger(trainer.step, trainer.shapes, {"inputs": ids, "labels": ids})
         return Traffic(measured, StepTraffic(trainer.config).table())
 
     @property

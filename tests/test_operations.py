@@ -149,7 +149,7 @@ def products(mesh: dict[str, int] | None = None, **options: Any) -> tuple[Counte
     proof = trainer(run)
     data = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch(run).items()}
     counted = Counter()
-    for op in named(operations(proof.gradients, jax.eval_shape(proof.init), data), "dot_general"):
+    for op in named(operations(proof.gradients, proof.shapes, data), "dot_general"):
         *_, einsum = re.findall(r"[a-z]+,[a-z]+->[a-z]+", op.where)  # jvp and transpose may stand around it
         counted[EINSUMS[einsum]] += op.flops * op.count * run.mesh.size
     theory = Counter(step_flops(run))

@@ -97,7 +97,7 @@ def test_other_dtypes_are_not_scaled(dtype: str) -> None:
     """No state, no metrics, and what is not finite is not hidden."""
     proof = trainer(config(dtype=dtype))
     assert isinstance(proof.scaling, Fixed)
-    assert jax.eval_shape(proof.init).loss_scale == ()
+    assert proof.shapes.loss_scale == ()
     new, old = {"w": jnp.ones(2)}, {"w": jnp.zeros(2)}
     assert Fixed().take(jnp.float32(np.nan), new, old, ()) == (new, (), {})
 

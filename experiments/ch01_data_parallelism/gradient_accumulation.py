@@ -147,7 +147,7 @@ def _compiled(config: RunConfig) -> tuple[Trainer, Any]:
     trainer = Trainer.create(config, mesh=_mesh())
     state = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(trainer.init),
+        trainer.shapes,
         trainer.shardings,
     )
     return trainer, trainer.step.lower(state, _batch_types(trainer)).compile()

@@ -193,7 +193,7 @@ def abstract_arguments(trainer: Trainer) -> tuple[Any, dict[str, jax.ShapeDtypeS
     def place(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    state = jax.tree.map(place, jax.eval_shape(trainer.init), trainer.shardings)
+    state = jax.tree.map(place, trainer.shapes, trainer.shardings)
     train, pieces = trainer.config.train, trainer.config.parallel.microbatches
     shape = pieces, train.global_batch // pieces, train.seq_len
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=trainer.batch_sharding)

@@ -114,7 +114,7 @@ class Checkpoints:
             ConfigError: a leaf has another shape or dtype than this configuration's; names it and both.
         """
         _check_same(self.about, read_about(self.folder, step), self.folder)
-        state = jax.eval_shape(self.trainer.init)
+        state = self.trainer.shapes
         target = jax.tree.map(
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), state, self.trainer.shardings
         )

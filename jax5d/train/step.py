@@ -112,15 +112,19 @@ class Trainer:
         """Of a batch's arrays [microbatches, rows, sequence]."""
         return NamedSharding(self.mesh, BATCH_SPEC)
 
+    def _create(self) -> TrainState:
+        params = self.model.init(jax.random.key(self.config.seed))
+        return TrainState(jnp.int32(0), params, self.optimizer.init(params), self.scaling.init())
+
+    @cached_property
+    def shapes(self) -> TrainState:
+        """ShapeDtypeStructs of the state, global; nothing is computed."""
+        return jax.eval_shape(self._create)
+
     def init(self) -> TrainState:
         """The state before the first step: bitwise the same on every mesh for one seed."""
-
-        def create() -> TrainState:
-            params = self.model.init(jax.random.key(self.config.seed))
-            return TrainState(jnp.int32(0), params, self.optimizer.init(params), self.scaling.init())
-
         cheaply = {"xla_backend_optimization_level": 1}  # it runs once
-        return jax.jit(create, out_shardings=self.shardings, compiler_options=cheaply)()
+        return jax.jit(self._create, out_shardings=self.shardings, compiler_options=cheaply)()
 
     @cached_property
     def step(self) -> jax.stages.Wrapped:
