@@ -31,7 +31,7 @@ class Working:
     @property
     def total(self) -> int:
         """At the largest of the moments."""
-        return max(self.layer, self.transposing, self.head) + self._second_ring + self._ahead
+        return max(self.layer, self.transposing, self.head) + self._second_ring
 
     @cached_property
     def layer(self) -> int:
@@ -40,21 +40,20 @@ class Working:
         At attention: q, k, v, its output and three derivatives [b, s, a / t, d / a]; what norms and products read, and
         the derivative on its way down [b, s, d]. At a norm: four of the stream in float32, and as many wide as are read
         and made. At either: derivatives of the MLP's products, the activation function's result [b, s, f / t], and the
-        layer's gradients, before they are added up or on their way to the replicas. In a loop also the table's gradient
-        of one microbatch, which waits for the embedding's, and what was transposed, as the ring itself is needed later.
+        layer's gradients, before they are added up or on their way to the replicas.
         """
         a = self._kept
         hidden = (a.products + 1) * a.hidden // a.products
         attention = 7 * a.heads + 7 * a.whole + 2 * a.stream + self._scores
         norm = 4 * a.stream // a.width * FLOAT32 + 8 * a.whole
-        beside = self._table * FLOAT32 + self._transposed if self._loop else 0
-        return hidden + max(attention, norm) + self._layer * FLOAT32 + self._wide_table + beside
+        return hidden + max(attention, norm) + self._layer * FLOAT32 + self._wide_table + self._beside
 
     @property
     def transposing(self) -> int:
-        """Before the layers' backward pass: arrays that are transposed for it, and what the first layer reads."""
+        """Before the layers' backward pass: gathered arrays that are transposed for it, and what the first layer
+        reads."""
         a = self._kept
-        return self._transposed + 3 * a.whole + (a.products + 1) * a.hidden // a.products
+        return a.layers * self._gathered + 3 * a.whole + (a.products + 1) * a.hidden // a.products
 
     @property
     def head(self) -> int:
@@ -106,14 +105,35 @@ class Working:
         return m.attention == "flash" and (self.config.mesh.cp > 1 or m.dropout > 0 or self._kept.width == FLOAT32)
 
     @property
-    def _transposed(self) -> int:
-        """XLA keeps some arrays in the layout of what made them and transposes them, all layers and slots at once,
-        for what reads them: the two that sequence parallelism gathers, and q, k and v of our own attention."""
-        a, parallel = self._kept, self.config.parallel
-        if parallel.remat == "full":
+    def _beside(self) -> int:
+        """What a loop adds to a layer's backward pass.
+
+        The table's gradient of one microbatch, which waits for the embedding's. Arrays of the ring in the layout of
+        what made them, which XLA transposes for what reads them, all layers and slots at once, while the ring itself is
+        needed later: those that sequence parallelism gathers, and q, k and v of our own attention. The last tick stands
+        behind its loop, and XLA begins it as soon as it can: casts of its first layer's weights are there all along,
+        and when forward passes are over that layer is recomputed, unless tensor parallelism's sums are in the way.
+        """
+        a, mesh, parallel = self._kept, self.config.mesh, self.config.parallel
+        if not self._loop:
             return 0
-        gathered = 2 * a.whole if parallel.sequence and self.config.mesh.tp > 1 else 0
-        return a.slots * a.layers * (gathered + (3 * a.heads if self._own_attention else 0))
+        heads = 3 * a.heads if self._own_attention and parallel.remat != "full" else 0
+        cast = self._layer * a.width if a.width < FLOAT32 else 0
+        table, afab = self._table * FLOAT32, parallel.schedule == "afab"
+        backward_alone = mesh.pp - 1 + (parallel.microbatches if afab else 0)
+        again = 0
+        if parallel.remat == "full" and mesh.tp == 1 and backward_alone > 1:
+            again = Activations(replace(self.config, parallel=replace(parallel, remat="none"))).layer
+        late = table + again if afab else max(table, again)  # 1F1B's head is done by then
+        return a.slots * a.layers * (self._gathered + heads) + cast + late
+
+    @property
+    def _gathered(self) -> int:
+        """Of one layer and microbatch, the two arrays that sequence parallelism gathers. They lie sequence-major, which
+        is the same as batch-major for one row."""
+        a, parallel = self._kept, self.config.parallel
+        split = parallel.sequence and self.config.mesh.tp > 1
+        return 2 * a.whole if split and a.rows > 1 and parallel.remat != "full" else 0
 
     @property
     def _second_ring(self) -> int:
@@ -121,18 +141,6 @@ class Working:
         the ring that the first backward pass reads, and as nothing orders the two, XLA gives it a copy."""
         a = self._kept
         return a.layers * a.layer if self.config.mesh.pp == 1 and self.config.parallel.microbatches == 2 else 0
-
-    @property
-    def _ahead(self) -> int:
-        """The last tick stands behind its loop, and XLA begins it as soon as it can: casts of its first layer's weights
-        are there all along. By AFAB that layer's ring is complete before the loop, and it is recomputed there."""
-        parallel = self.config.parallel
-        if not self._loop:
-            return 0
-        cast = self._layer * self._kept.width if self._kept.width < FLOAT32 else 0
-        again = parallel.schedule == "afab" and parallel.remat == "full"
-        whole = Activations(replace(self.config, parallel=replace(parallel, remat="none"))).layer
-        return cast + (whole if again else 0)
 
     @property
     def _loop(self) -> bool:
