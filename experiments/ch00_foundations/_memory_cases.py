@@ -73,6 +73,8 @@ OTHERS = [
     case("gpt2", batch=16, length=2048, cp=2, microbatches=4, remat="selective"),
     case("gpt2", batch=16, pp=2, microbatches=4, dtype="float32"),
     case("gpt2", batch=16, pp=2, microbatches=4, dropout=0.1),
+    case("gpt2", batch=32, length=2048, dp=4, microbatches=8, dtype="float32", remat="selective"),
+    case("llama-1b", batch=32, length=1024, pp=4, remat="full"),
     # several axes
     case("gpt2-medium", batch=16, dp=2, tp=4),
     case("gpt2-medium", batch=16, tp=4, microbatches=2, sequence=True),
@@ -84,6 +86,7 @@ OTHERS = [
     case("gpt2-medium", batch=16, length=2048, pp=2, cp=2, tp=2, microbatches=4, sequence=True),
     case("gpt2", batch=16, length=4096, pp=2, cp=4, microbatches=4),
     case("gpt2", batch=32, pp=4, dp=2, microbatches=8, remat="full", schedule="afab"),
+    case("gpt2-medium", batch=32, length=512, pp=2, dp=2, tp=2, microbatches=4, remat="full", schedule="afab"),
     case("gpt2-xl", batch=64, pp=4, dp=2, microbatches=8, remat="full"),
     # 64 devices
     case("gpt2-xl", batch=64, pp=8, dp=8, microbatches=8, remat="full"),

@@ -3,7 +3,7 @@
 Claim: the state of a step is known to the byte, and all of its memory within 5 %, before anything is compiled: for
 dense models over pp, dp, cp and tp, up to 64 devices, batches, sequences, precisions and recomputation policies.
 
-    python run_experiment.py memory_buckets            60 compilations, about 15 minutes on 2 CPU cores; no GPU
+    python run_experiment.py memory_buckets            63 compilations, about 15 minutes on 2 CPU cores; no GPU
     python run_experiment.py memory_buckets --quick    4 of them, under a minute
 
 Expected: with one short sequence a step is mostly parameters, gradients and AdamW's moments, which do not grow with

@@ -50,8 +50,7 @@ class Working:
 
     @property
     def transposing(self) -> int:
-        """Before the layers' backward pass: gathered arrays that are transposed for it, and what the first layer
-        reads."""
+        """Before the layers' backward pass: arrays that are transposed for it, and what the first layer reads."""
         a = self._kept
         return a.layers * self._gathered + 3 * a.whole + (a.products + 1) * a.hidden // a.products
 
@@ -108,39 +107,51 @@ class Working:
     def _beside(self) -> int:
         """What a loop adds to a layer's backward pass.
 
-        The table's gradient of one microbatch, which waits for the embedding's. Arrays of the ring in the layout of
-        what made them, which XLA transposes for what reads them, all layers and slots at once, while the ring itself is
-        needed later: those that sequence parallelism gathers, and q, k and v of our own attention. The last tick stands
-        behind its loop, and XLA begins it as soon as it can: casts of its first layer's weights are there all along,
-        and when forward passes are over that layer is recomputed, unless tensor parallelism's sums are in the way.
+        The table's gradient of one microbatch, which waits for the embedding's; arrays of the ring transposed, while
+        the ring itself is needed later. The last tick stands behind its loop, and XLA begins it as soon as it can:
+        casts of its first layer's weights are there all along, and once the ring is complete that layer is recomputed,
+        unless collectives over tp delay it. By 1F1B the head is done by then.
         """
         a, mesh, parallel = self._kept, self.config.mesh, self.config.parallel
         if not self._loop:
             return 0
-        heads = 3 * a.heads if self._own_attention and parallel.remat != "full" else 0
         cast = self._layer * a.width if a.width < FLOAT32 else 0
         table, afab = self._table * FLOAT32, parallel.schedule == "afab"
         backward_alone = mesh.pp - 1 + (parallel.microbatches if afab else 0)
+        delayed = mesh.tp > 1 and (parallel.sequence or not afab)
         again = 0
-        if parallel.remat == "full" and mesh.tp == 1 and backward_alone > 1:
+        if parallel.remat == "full" and backward_alone > 1 and not delayed:
             again = Activations(replace(self.config, parallel=replace(parallel, remat="none"))).layer
-        late = table + again if afab else max(table, again)  # 1F1B's head is done by then
-        return a.slots * a.layers * (self._gathered + heads) + cast + late
+        late = table + again if afab else max(table, again)
+        return a.slots * a.layers * (self._gathered + self._heads) + cast + late
 
     @property
     def _gathered(self) -> int:
-        """Of one layer and microbatch, the two arrays that sequence parallelism gathers. They lie sequence-major, which
-        is the same as batch-major for one row."""
+        """Of a layer and microbatch: XLA keeps some arrays as they were made and transposes them, all layers and slots
+        at once, for what reads them. The two that sequence parallelism gathers lie sequence-major; for one row that is
+        batch-major too, and it is the MLP's product that is transposed."""
         a, parallel = self._kept, self.config.parallel
-        split = parallel.sequence and self.config.mesh.tp > 1
-        return 2 * a.whole if split and a.rows > 1 and parallel.remat != "full" else 0
+        if parallel.remat == "full":
+            return 0
+        if a.rows == 1:
+            return a.hidden
+        return 2 * a.whole if parallel.sequence and self.config.mesh.tp > 1 else 0
+
+    @property
+    def _heads(self) -> int:
+        """The same of our own attention: q, k and v, of one row q alone. Without a loop they take their own place."""
+        a = self._kept
+        if self.config.parallel.remat == "full" or not self._own_attention:
+            return 0
+        return a.heads if a.rows == 1 else 3 * a.heads
 
     @property
     def _second_ring(self) -> int:
-        """One stage, two microbatches: the loop has one tick, and XLA unrolls it. The second forward pass writes into
-        the ring that the first backward pass reads, and as nothing orders the two, XLA gives it a copy."""
-        a = self._kept
-        return a.layers * a.layer if self.config.mesh.pp == 1 and self.config.parallel.microbatches == 2 else 0
+        """One stage, two microbatches, 1F1B: the loop has one tick, and XLA unrolls it. The second forward pass writes
+        into the ring that the first backward pass reads, and as nothing orders the two, XLA gives it a copy."""
+        a, parallel = self._kept, self.config.parallel
+        unrolled = self.config.mesh.pp == 1 and parallel.microbatches == 2 and parallel.schedule == "1f1b"
+        return a.layers * a.layer if unrolled else 0
 
     @property
     def _loop(self) -> bool:
