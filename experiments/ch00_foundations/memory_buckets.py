@@ -10,6 +10,9 @@ Expected: with one short sequence a step is mostly parameters, gradients and Ada
 the batch; activations do, in proportion to tokens, and overtake them. The compiler's account is that of XLA for an
 H100: the bytes reserved while the step runs, arguments + outputs - outputs that replace arguments + temporaries, as
 they were packed. Its own peak leaves the packing out; it is in result.json.
+
+The formula was made with these 63 at hand. Of 12 others, drawn at random, 10 came within 5 %; the worst was 13 % over,
+a Llama by AFAB with full recomputation and tp, of which XLA's scheduler may begin the last layer early or not.
 """
 
 from __future__ import annotations
