@@ -182,8 +182,10 @@ def _first_paragraph(box: str, values: Mapping[str, object]) -> str:
     rule = next((i for i, line in enumerate(lines) if not line.strip("─-")), len(lines))
     text = " ".join(lines[:rule]).removeprefix("Error parsing ").rstrip(".")
     option = re.search(r"--([a-z_.]+)", text)
-    if option and values.get(option[1]) is not None:
-        return f"{text}; write for example --{option[1]} {values[option[1]]}"
+    example = values.get(option[1]) if option else None
+    if option and example is not None:
+        words = " ".join(map(str, example)) if isinstance(example, tuple) else example
+        return f"{text}; write for example --{option[1]} {words}"
     return f"{text}; see --help"
 
 

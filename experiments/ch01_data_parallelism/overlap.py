@@ -26,7 +26,7 @@ from rich.table import Table
 
 from experiments.harness import Check, Outcome, save_figure
 from experiments.options import Options
-from jax5d.config import PRESETS, ConfigError, MeshConfig, ParallelConfig, RunConfig, TrainConfig, check_model
+from jax5d.config import PRESETS, ConfigError, MeshConfig, ParallelConfig, RunConfig, TrainConfig
 from jax5d.costs.cluster import all_reduce_seconds
 from jax5d.costs.collectives import wire_bytes
 from jax5d.costs.flops import step_flops
@@ -100,7 +100,9 @@ class Row:
 
 def check(options: OverlapOptions, folder: Path) -> None:
     """Refuse what cannot be compiled, before anything is."""
-    check_model(replace(PRESETS["gpt2"], name=options.preset))
+    if options.preset not in PRESETS or PRESETS[options.preset].experts:
+        dense = [name for name, model in PRESETS.items() if not model.experts]
+        raise ConfigError(f"preset={options.preset!r} is no dense preset; choose one of {', '.join(dense)}")
     chip = find_gpu(options.gpu)
     for n in options.sizes:
         if n < 2 or (n > chip.per_host and n % chip.per_host):
