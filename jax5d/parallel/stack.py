@@ -139,16 +139,15 @@ class Stack:
         """
         last = self._count - 1
 
-        def one(d_y: jax.Array, grads: Tree, at: Any) -> tuple[jax.Array, Tree]:
-            new, d_x = self._one(at, m, ring, slot, (d_y, d[1]))
-            return d_x, add(_get(grads, at), new)
-
         def step(carry: tuple[jax.Array, Tree, Tree], at: jax.Array) -> tuple[tuple[jax.Array, Tree, Tree], Tree]:
             d_y, grads, ready = carry
-            d_x, following = one(d_y, grads, at)
-            return (d_x, _put(grads, at + 1, reduce(ready)), following), squares(ready)
+            new, d_x = self._one(at, m, ring, slot, (d_y, d[1]))
+            grads = _put(grads, at + 1, reduce(ready))
+            # read from what was just written: read before, XLA may copy all layers' totals to keep the old ones
+            return (d_x, grads, add(_get(grads, at), new)), squares(ready)
 
-        d_x, ready = one(d[0], grads, last)
+        new, d_x = self._one(last, m, ring, slot, d)
+        ready = add(_get(grads, last), new)
         (d_x, grads, ready), norms = lax.scan(step, (d_x, grads, ready), jnp.arange(last), reverse=True)
         return Back(_put(grads, 0, reduce(ready)), d_x, jax.tree.map(jnp.add, total(norms), squares(ready)))
 
