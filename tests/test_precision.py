@@ -81,7 +81,9 @@ def test_the_sums_of_a_pure_16_bit_run(accumulate: str) -> None:
 @pytest.mark.parametrize("reduction", ["overlap", "leaf", "bucket", "single"])
 def test_the_dtype_of_reductions_in_hlo(reduction: str, accumulate: str) -> None:
     """B73: what goes to the compiler: every all-reduce of an array of a thousand numbers or more has the dtype."""
-    run = config({"dp": 4}, dtype="bfloat16", microbatches=2, reduction=reduction, accumulate=accumulate)
+    run = config(
+        {"dp": 4}, dtype="bfloat16", microbatches=2, reduction=reduction, accumulate=accumulate, bucket_mb=0.05
+    )
     text = trainer(run).gradients.lower(*traced(run)).as_text()
     large = set()
     for operation in text.split('"stablehlo.all_reduce"')[1:]:

@@ -31,7 +31,7 @@ class Working:
     @property
     def total(self) -> int:
         """At the largest of the moments."""
-        return max(self.layer, self.transposing, self.head) + self._second_ring
+        return max(self.layer, self.transposing, self.head)
 
     @cached_property
     def layer(self) -> int:
@@ -129,12 +129,12 @@ class Working:
     def _gathered(self) -> int:
         """Of a layer and microbatch: XLA keeps some arrays as they were made and transposes them, all layers and slots
         at once, for what reads them. The two that sequence parallelism gathers lie sequence-major; for one row that is
-        batch-major too, and it is the MLP's product that is transposed."""
+        batch-major too, and it is the product of GPT-2's MLP that is transposed."""
         a, parallel = self._kept, self.config.parallel
         if parallel.remat == "full":
             return 0
         if a.rows == 1:
-            return a.hidden
+            return a.hidden if a.products == 1 else 0
         return 2 * a.whole if parallel.sequence and self.config.mesh.tp > 1 else 0
 
     @property
@@ -144,14 +144,6 @@ class Working:
         if self.config.parallel.remat == "full" or not self._own_attention:
             return 0
         return a.heads if a.rows == 1 else 3 * a.heads
-
-    @property
-    def _second_ring(self) -> int:
-        """One stage, two microbatches, 1F1B: the loop has one tick, and XLA unrolls it. The second forward pass writes
-        into the ring that the first backward pass reads, and as nothing orders the two, XLA gives it a copy."""
-        a, parallel = self._kept, self.config.parallel
-        unrolled = self.config.mesh.pp == 1 and parallel.microbatches == 2 and parallel.schedule == "1f1b"
-        return a.layers * a.layer if unrolled else 0
 
     @property
     def _loop(self) -> bool:

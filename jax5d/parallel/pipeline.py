@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax5d.parallel.agree import agreed
 from jax5d.parallel.data import varying, zeros_of
 from jax5d.parallel.schedules import Table, Tick, phases
 from jax5d.parallel.stack import Back, Layer, Reduce, Ring, Stack, run
@@ -97,6 +98,19 @@ def _rows(ticks: tuple[Tick, ...]) -> dict[str, jax.Array]:
     return {name: jnp.asarray(column, jnp.int32) for name, column in columns.items() if column[0] is not None}
 
 
+def _zero_once_done(outer: Tree, blocks: Tree) -> jax.Array:
+    """int32 0, known only when a backward pass is done: by comparisons that XLA does not see through.
+
+    Args:
+        outer: gradients added up by it, of the embedding.
+        blocks: those of the layers; the smallest leaf tells.
+    """
+    leaves = [*jax.tree.leaves(outer), min(jax.tree.leaves(blocks), key=lambda leaf: leaf.size)]
+    done = jnp.stack([leaf.ravel()[0].astype(jnp.float32) for leaf in leaves]).sum()
+    never = (done != done) & (done == done)
+    return agreed(never.astype(jnp.int32), tuple(jax.typeof(never).manual_axis_type.varying))
+
+
 def _forward(
     carry: dict, row: jax.Array, embed: Callable[..., jax.Array], layers: Callable[..., tuple], outer: Tree, count: int
 ) -> dict:
@@ -144,11 +158,13 @@ def _backward(
     with jax.named_scope("embed"):
         unembed = jax.linear_transpose(lambda o: jnp.where(_is_first(), work.embed(o, leaving), 0), outer)
         (d_outer,) = unembed(jnp.where(valid & _is_first(), back.d_x, 0))
+    outer_grads = _add(carry["outer"], d_outer)
     return carry | {
         "d_x": _step_to(back.d_x, -1),
         "blocks": back.grads,
         "squares": back.squares,
-        "outer": _add(carry["outer"], d_outer),
+        "outer": outer_grads,
+        "zero": _zero_once_done(outer_grads, back.grads),
     }
 
 
@@ -197,6 +213,7 @@ def train(
         "outer": zeros(outer),
         "blocks": zeros(blocks),
         "squares": (),
+        "zero": jnp.int32(0),
     }
 
     def tick(carry: dict, row: dict[str, jax.Array], backward: Callable[..., Back]) -> dict:
@@ -210,7 +227,9 @@ def train(
 
     for ticks in phases(table.ticks[:-1]):
         carry, _ = lax.scan(lambda carry, row: (tick(carry, row, stack.backward), None), carry, _rows(ticks))
-    (last,) = jax.tree.map(lambda rows: rows[0], [_rows(table.ticks[-1:])])
+    # the last tick's work may depend on nothing before it, and XLA would do both at once: in twice the memory, and on
+    # CPU devices with the collectives of both in any order, which ends the process
+    last = jax.tree.map(lambda rows: rows[0] + carry["zero"], _rows(table.ticks[-1:]))
     carry = tick(carry, last, partial(stack.last_backward, reduce=reduce))
     return Result(*(carry[name] for name in ("head", "losses", "stats", "outer", "blocks", "squares")))
 
