@@ -89,10 +89,12 @@ def _run(entry: registry.Entry, words: Sequence[str]) -> int:
 
     import jax
 
-    from jax5d.mesh import use_cpu_devices
+    from jax5d.mesh import use_cpu_devices, use_gpus
 
     if options.devices is not None or not gpus:
         use_cpu_devices(options.mesh.size)
+    else:
+        use_gpus(options.parallel.reduction if isinstance(options, TrainingOptions) else "overlap")
     check_devices(options.mesh, jax.device_count())
     return harness.run(entry, module, options, Console())
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jax5d.measure.trace import read_trace as read_trace
     from jax5d.mesh import make_mesh as make_mesh
     from jax5d.mesh import use_cpu_devices as use_cpu_devices
+    from jax5d.mesh import use_gpus as use_gpus
     from jax5d.train.checkpoint import from_checkpoint as from_checkpoint
     from jax5d.train.generate import generate as generate
     from jax5d.train.step import Trainer as Trainer
@@ -47,7 +48,7 @@ _HOME = {
     "jax5d.measure.aot": ("compile_step",),
     "jax5d.measure.ledger": ("ledger",),
     "jax5d.measure.trace": ("read_trace",),
-    "jax5d.mesh": ("make_mesh", "use_cpu_devices"),
+    "jax5d.mesh": ("make_mesh", "use_cpu_devices", "use_gpus"),
     "jax5d.train.checkpoint": ("from_checkpoint",),
     "jax5d.train.generate": ("generate",),
     "jax5d.train.step": ("Trainer", "TrainState"),

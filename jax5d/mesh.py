@@ -26,16 +26,35 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def gpu_options(reduction: str) -> dict[str, int]:
+    """XLA's options for a step on GPUs, by name without dashes.
+
+    Where gradients leave layer by layer (parallel.reduction = overlap) a layer's are one message. Cut into several, as
+    XLA does beyond 30 MB, they follow one another, and the first may have only small kernels to hide behind.
+    """
+    return {"xla_gpu_all_reduce_combine_threshold_bytes": 2**28} if reduction == "overlap" else {}
+
+
+def use_gpus(reduction: str = "overlap") -> None:
+    """Set XLA's options for GPUs, for a `parallel.reduction`. Call before anything asks JAX for a device."""
+    for name, value in gpu_options(reduction).items():
+        _add_flag(f"--{name}={value}")
+
+
+def _add_flag(flag: str) -> None:
+    """To XLA_FLAGS, unless the user has set it."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag.split("=")[0] not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+
+
 def use_cpu_devices(count: int) -> None:
     """Make `count` fake CPU devices. Call before anything asks JAX for a device.
 
     The scheduler flag keeps independent collectives in one order on every fake device; without it, two
     collectives that do not depend on each other may start in a different order on each and wait for ever.
     """
-    flag = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-    flags = os.environ.get("XLA_FLAGS", "")
-    if flag not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+    _add_flag("--xla_cpu_enable_concurrency_optimized_scheduler=false")
     quieten_plugins()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)

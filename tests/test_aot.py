@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from fractions import Fraction
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax5d.costs.memory import state_bytes
 from jax5d.measure import aot
 from jax5d.measure.aot import Compiled, cluster, compile_step
 from jax5d.measure.targets import CHIPS, target_config
+from jax5d.mesh import gpu_options, use_gpus
 
 
 def run(**mesh: int) -> RunConfig:
@@ -176,3 +178,15 @@ def test_a_machine_that_cannot_compile_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(aot.sys, "platform", "darwin")
     with pytest.raises(ConfigError, match="darwin"):
         compile_step(CUBE, "a100-40")
+
+
+def test_gpu_options_reach_a_real_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step is compiled with here is what a process on GPUs sets, unless its user has."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    use_gpus("leaf")
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_autotune_level=0"
+    use_gpus()
+    assert os.environ["XLA_FLAGS"].split()[1:] == [f"--{k}={v}" for k, v in gpu_options("overlap").items()]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_reduce_combine_threshold_bytes=1")
+    use_gpus()
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_all_reduce_combine_threshold_bytes=1"

@@ -27,7 +27,7 @@ from jax5d.costs.collectives import Collective
 from jax5d.measure.ledger import ledger
 from jax5d.measure.targets import target_config
 from jax5d.measure.timeline import Scheduled, timeline
-from jax5d.mesh import make_mesh, quieten_plugins
+from jax5d.mesh import gpu_options, make_mesh, quieten_plugins
 from jax5d.train.step import Trainer
 
 HOST = 8
@@ -130,7 +130,7 @@ def compile_step(
         gpus_per_host: default: 8, or what the given hosts make of the mesh.
         memory: bytes of a GPU, as the compiler is told; default: what it has. XLA compiles what does not fit, too, but
             prints an error where state and batch alone take more than 80 %.
-        compiler_options: XLA flags of this one compilation, by name without dashes.
+        compiler_options: XLA flags of this one compilation, by name without dashes, over those of `mesh.gpu_options`.
 
     Raises:
         ConfigError: an unknown GPU, a cluster of another size than the mesh, an unknown option, or a JAX that cannot
@@ -146,7 +146,8 @@ def compile_step(
     lowered = trainer.step.lower(*arguments)
     traced = time.perf_counter()
     try:
-        compiled = lowered.compile(compiler_options=compiler_options)
+        options: dict[str, Any] = {**gpu_options(config.parallel.reduction), **(compiler_options or {})}
+        compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if not compiler_options or "option" not in str(error):
             raise
