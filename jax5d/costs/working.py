@@ -10,7 +10,7 @@ Letters as in `jax5d.costs.activations`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
@@ -108,22 +108,13 @@ class Working:
         """What a loop adds to a layer's backward pass.
 
         The table's gradient of one microbatch, which waits for the embedding's; arrays of the ring transposed, while
-        the ring itself is needed later. The last tick stands behind its loop, and XLA begins it as soon as it can:
-        casts of its first layer's weights are there all along, and once the ring is complete that layer is recomputed,
-        unless collectives over tp delay it. By 1F1B the head is done by then.
+        the ring itself is needed later; and casts of a layer's weights for the last tick, which stands behind the loop.
         """
-        a, mesh, parallel = self._kept, self.config.mesh, self.config.parallel
+        a = self._kept
         if not self._loop:
             return 0
         cast = self._layer * a.width if a.width < FLOAT32 else 0
-        table, afab = self._table * FLOAT32, parallel.schedule == "afab"
-        backward_alone = mesh.pp - 1 + (parallel.microbatches if afab else 0)
-        delayed = mesh.tp > 1 and (parallel.sequence or not afab)
-        again = 0
-        if parallel.remat == "full" and backward_alone > 1 and not delayed:
-            again = Activations(replace(self.config, parallel=replace(parallel, remat="none"))).layer
-        late = table + again if afab else max(table, again)
-        return a.slots * a.layers * (self._gathered + self._heads) + cast + late
+        return a.slots * a.layers * (self._gathered + self._heads) + cast + self._table * FLOAT32
 
     @property
     def _gathered(self) -> int:
