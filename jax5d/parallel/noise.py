@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax5d.config import AXES
 from jax5d.parallel.data import is_spec, reduction_axes, spec_axes, squares
 
 Tree = Any
@@ -51,8 +52,7 @@ def gradient_noise(
         device; one step's are rough, and may be negative. Empty where no leaf qualifies. One psum of 8 bytes for each
         set of axes.
     """
-    names = ("pp", "dp", "ep", "cp", "tp")
-    groups = noise_groups(jax.tree.leaves(specs, is_leaf=is_spec), token_axes, {a: lax.axis_size(a) for a in names})
+    groups = noise_groups(jax.tree.leaves(specs, is_leaf=is_spec), token_axes, {a: lax.axis_size(a) for a in AXES})
     sums: dict[Group, jax.Array] = {}
     for group, local, grad in zip(groups, jax.tree.leaves(before), jax.tree.leaves(reduced), strict=True):
         if group:
