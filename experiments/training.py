@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import jax
-import jax.numpy as jnp
 from rich.table import Table
 
 from experiments.harness import Check
 from experiments.options import TrainingOptions
-from jax5d.config import MeshConfig
+from jax5d.config import MeshConfig, RunConfig
 from jax5d.costs.collectives import Collective
 from jax5d.costs.communication import StepTraffic
 from jax5d.data.tokens import TokenFile, cache_folder, prepare
 from jax5d.measure.ledger import ledger
+from jax5d.mesh import make_mesh
 from jax5d.train.step import Trainer
 
 
@@ -34,10 +34,7 @@ class Traffic:
     @staticmethod
     def of(trainer: Trainer) -> Traffic:
         """Trace the trainer's step; nothing is computed."""
-        train, count = trainer.config.train, trainer.config.parallel.microbatches
-        ids = jax.ShapeDtypeStruct((count, train.global_batch // count, train.seq_len), jnp.int32)
-        measured = ledger(trainer.step, trainer.shapes, {"inputs": ids, "labels": ids})
-        return Traffic(measured, StepTraffic(trainer.config).table())
+        return Traffic(ledger(trainer.step, *trainer.arguments), StepTraffic(trainer.config).table())
 
     @property
     def bytes(self) -> float:
@@ -64,6 +61,11 @@ class Traffic:
             row = (entry.op, " ".join(entry.axes), str(entry.count), f"{float(entry.wire_bytes) / 1e6:.3f}")
             table.add_row(*row, *expected)
         return table
+
+
+def on_first_devices(config: RunConfig) -> Trainer:
+    """A trainer on as many of the devices as the configuration's mesh has."""
+    return Trainer.create(config, mesh=make_mesh(config.mesh, jax.devices()[: config.mesh.size]))
 
 
 def wire_total(entries: list[Collective]) -> float:

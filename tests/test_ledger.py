@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from tiny import batch, config, name, trainer
+from tiny import config, name, trainer
 
 from jax5d.config import MeshConfig, RunConfig
 from jax5d.costs.collectives import Collective
@@ -85,8 +85,7 @@ def test_what_cannot_be_counted_is_refused() -> None:
 def of_step(run: RunConfig) -> list[Collective]:
     """The ledger of a training step; nothing is computed."""
     proof = trainer(run)
-    data = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch(run).items()}
-    return ledger(proof.step, proof.shapes, data)
+    return ledger(proof.step, *proof.arguments)
 
 
 FIVE = {"pp": 2, "dp": 2, "ep": 2, "cp": 2, "tp": 2}

@@ -39,11 +39,10 @@ def ring_bytes(run: RunConfig) -> int:
         found.extend(array.size * array.dtype.itemsize for array in stack.ring(slots=1))
         return jnp.int32(0)
 
-    train, pieces = run.train, run.parallel.microbatches
-    ids = jax.ShapeDtypeStruct((pieces, train.global_batch // pieces, train.seq_len), jnp.int32)
     specs = made.specs.params, made.batch_sharding.spec
     mapped = jax.shard_map(body, mesh=made.mesh, in_specs=specs, out_specs=P())
-    jax.eval_shape(mapped, made.model.shapes, {"inputs": ids, "labels": ids})
+    state, batch = made.arguments
+    jax.eval_shape(mapped, state.params, batch)
     return sum(found)
 
 

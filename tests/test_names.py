@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 from programs import equations
-from tiny import batch, config, trainer
+from tiny import config, trainer
 
 from jax5d.layers.names import NAMES
 
@@ -24,8 +24,8 @@ def test_named_values(options: dict[str, Any], hidden: tuple[int, ...], products
     """cp 2, tp 2, 8 rows of 32 tokens: q, k, v of 2 heads of 8, the sum of width 32, and 64 of 128 MLP columns."""
     run = config({"cp": 2, "tp": 2}, dtype="bfloat16", **options)
     proof = trainer(run)
-    data = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch(run).items()}
-    program = jax.make_jaxpr(proof.evaluate)(proof.model.shapes, data)
+    state, data = proof.arguments
+    program = jax.make_jaxpr(proof.evaluate)(state.params, data)
     named = [e for e in equations(program.jaxpr) if e.primitive.name == "name"]
     found = [(e.params["name"], e.outvars[0].aval.shape, str(e.outvars[0].aval.dtype)) for e in named]
     shapes = [(3, 8, 16, 2, 8), (8, 16, 32), *[hidden] * products]

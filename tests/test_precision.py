@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,19 +34,13 @@ def test_many_microbatches_equal_one() -> None:
     assert 0 < difference < 0.01
 
 
-def traced(run: RunConfig) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
-    """The arguments of the run's `gradients`, as types."""
-    data = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch(run).items()}
-    return trainer(run).shapes, data
-
-
 def check_sums(run: RunConfig, dtype: str) -> None:
     """Every accumulator of a leaf's shape, and every sum of leaves over dp, has `dtype`.
 
     But for the token table: whatever the dtype, its rows are summed in float32 within one microbatch.
     """
     proof = trainer(run)
-    program = jax.make_jaxpr(proof.gradients)(*traced(run))
+    program = jax.make_jaxpr(proof.gradients)(*trainer(run).arguments)
     shards = jax.tree.map(lambda x, s: s.shard_shape(x.shape), proof.model.shapes, proof.shardings.params)
     shapes = set(jax.tree.leaves(shards, is_leaf=lambda x: isinstance(x, tuple)))
     kinds: dict[tuple[int, ...], set] = {}
@@ -84,7 +77,7 @@ def test_the_dtype_of_reductions_in_hlo(reduction: str, accumulate: str) -> None
     run = config(
         {"dp": 4}, dtype="bfloat16", microbatches=2, reduction=reduction, accumulate=accumulate, bucket_mb=0.05
     )
-    text = trainer(run).gradients.lower(*traced(run)).as_text()
+    text = trainer(run).gradients.lower(*trainer(run).arguments).as_text()
     large = set()
     for operation in text.split('"stablehlo.all_reduce"')[1:]:
         over_dp = re.search(

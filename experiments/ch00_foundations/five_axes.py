@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -25,12 +24,10 @@ from rich.table import Table
 
 from experiments.harness import Check, Outcome, save_figure
 from experiments.options import Options
-from experiments.training import Traffic, wire_total
+from experiments.training import Traffic, on_first_devices, wire_total
 from jax5d.config import PRESETS, ConfigError, MeshConfig, ParallelConfig, RunConfig, TrainConfig
 from jax5d.costs.memory import state_bytes
 from jax5d.measure.memory import bytes_on_device, split_leaves
-from jax5d.mesh import make_mesh
-from jax5d.train.step import Trainer
 
 CAPSULES = [3]
 CLAIM = "Each axis alone splits the arrays, sends the bytes and saves the state bytes that theory says"
@@ -88,13 +85,11 @@ def run(options: Options, folder: Path, console: Console) -> Outcome:
 
 def _measure(config: RunConfig) -> Row:
     mesh = config.mesh
-    trainer = Trainer.create(config, mesh=make_mesh(mesh, jax.devices()[: mesh.size]))
+    trainer = on_first_devices(config)
     state = trainer.init()
-    count = config.parallel.microbatches
-    shape = (count, config.train.global_batch // count, config.train.seq_len)
-    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=trainer.batch_sharding)
-    memory = trainer.step.lower(state, {"inputs": ids, "labels": ids}).compile().memory_analysis()
+    memory = trainer.step.lower(*trainer.arguments).compile().memory_analysis()
     assert memory is not None
+    shape = trainer.arguments[1]["inputs"].shape
     local = trainer.batch_sharding.shard_shape(shape)
     split = [name for name, whole, part in zip(("rows", "sequence"), shape[1:], local[1:], strict=True) if part < whole]
     name = next((f"{axis} {n}" for axis, n in vars(mesh).items() if n > 1), "one device")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.ch01_data_parallelism._recompute_policies import Row
 from jax5d.config import RunConfig
-
-if TYPE_CHECKING:
-    from experiments.ch01_data_parallelism.recompute import RecomputeOptions, Row
 
 KINDS = {
     "residual stream, norms' results [b, s, d]": "tab:blue",
@@ -38,14 +34,13 @@ def kind_of(shape: tuple[int, ...], config: RunConfig) -> str:
     return HIDDEN if last == config.model.d_ff else STREAM
 
 
-def figure(rows: list[Row], options: RecomputeOptions) -> Figure:
-    """Both panels."""
+def figure(rows: list[Row], of: str) -> Figure:
+    """Both panels; `of` names the model and its work."""
     figure = Figure(figsize=(14, 5.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     _trade(left, rows)
     _bars(right, rows)
-    work = f"{options.rows} x {options.seq_len} tokens in bfloat16"
-    figure.suptitle(f"Recomputation in {options.preset}, {work}: memory against work")
+    figure.suptitle(f"Recomputation in {of}: memory against work")
     return figure
 
 

@@ -1,15 +1,14 @@
-"""The policies that `recompute` compares, by name."""
+"""The policies that `recompute` compares, by name, and what is found of each."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
-import jax
-
 from jax5d.config import RunConfig
-from jax5d.mesh import make_mesh
-from jax5d.train.step import Trainer
+from jax5d.costs.flops import forward, recomputation
+from jax5d.costs.textbook import layer_bytes
 
 Policy = Literal[
     "plain", "plain-selective", "plain-full",
@@ -39,6 +38,45 @@ def under(name: Policy, config: RunConfig) -> RunConfig:
     )
 
 
-def on_first_devices(config: RunConfig) -> Trainer:
-    """A trainer on as many devices as the mesh has."""
-    return Trainer.create(config, mesh=make_mesh(config.mesh, jax.devices()[: config.mesh.size]))
+@dataclass(frozen=True)
+class Row:
+    """One policy."""
+
+    name: Policy
+    config: RunConfig
+    kept: dict[str, int]
+    """Bytes that the program keeps of a layer, by kind."""
+    flops: int
+    """FLOPs of the products of a step, counted in the program."""
+    compiled: float | None
+    """Bytes that the compiler's memory grows by for each layer, less the layer's gradients; None if not compiled."""
+
+    @property
+    def bytes(self) -> int:
+        """All that the program keeps of a layer."""
+        return sum(self.kept.values())
+
+    @cached_property
+    def useful(self) -> int:
+        """FLOPs of forward and backward pass without anything made again."""
+        return 3 * self.config.train.global_batch * sum(_forward(self.config).values())
+
+    @property
+    def added(self) -> float:
+        """FLOPs made again, as a share of the others."""
+        return self.flops / self.useful - 1
+
+    @property
+    def literature(self) -> float:
+        """The same as the literature counts: attention's forward pass, or the layers', once more."""
+        again = recomputation(self.config.model, self.config.train.seq_len, self.config.parallel.remat)
+        return self.config.train.global_batch * sum(again.values()) / self.useful
+
+    @property
+    def textbook(self) -> float:
+        """Bytes that Megatron's layer keeps under the policy; it has plain attention and dropout."""
+        return layer_bytes(self.config)
+
+
+def _forward(config: RunConfig) -> dict[str, int]:
+    return forward(config.model, config.train.seq_len)

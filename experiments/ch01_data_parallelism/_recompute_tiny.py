@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.ch01_data_parallelism._recompute_policies import Policy, on_first_devices, under
+from experiments.ch01_data_parallelism._recompute_policies import Policy, under
 from experiments.harness import Check
-from experiments.training import Traffic
+from experiments.training import Traffic, on_first_devices
 from jax5d.config import MeshConfig, ModelConfig, RunConfig, TrainConfig
 
 

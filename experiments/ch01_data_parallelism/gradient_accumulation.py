@@ -21,9 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
@@ -31,14 +29,11 @@ from rich.table import Table
 
 from experiments.harness import Check, Outcome, save_figure
 from experiments.options import Options
-from experiments.training import Traffic
+from experiments.training import Traffic, on_first_devices
 from jax5d.config import PRESETS, ConfigError, MeshConfig, RunConfig, TrainConfig
 from jax5d.costs.activations import Activations
 from jax5d.costs.parameters import FLOAT32, count
-from jax5d.mesh import make_mesh
-from jax5d.models.build import BATCH_SPEC
-from jax5d.parallel.data import diverge, varying
-from jax5d.parallel.stack import Stack
+from jax5d.measure.memory import kept_by_layer
 from jax5d.train.step import Trainer
 
 CAPSULES = [8]
@@ -100,7 +95,7 @@ def run(options: Options, folder: Path, console: Console) -> Outcome:
     every = QUICK_MICROBATCHES if options.quick else MICROBATCHES
     rows: list[Row] = []
     whole: Tree = None
-    first = Trainer.create(replace(RUN, seed=options.seed), mesh=_mesh())
+    first = on_first_devices(replace(RUN, seed=options.seed))
     start = jax.tree.map(np.asarray, first.init())
     with jax.default_matmul_precision("float32"):
         for m in track(every, description="microbatches", console=console, disable=not console.is_terminal):
@@ -133,7 +128,7 @@ def _measure(config: RunConfig, start: Tree, batches: np.ndarray, whole: Tree) -
     whole = whole or copies[0]
     row = Row(
         m=config.parallel.microbatches,
-        saved=saved_bytes(trainer),
+        saved=sum(math.prod(kind.shape) * kind.dtype.itemsize for kind in kept_by_layer(trainer)),
         temporary=temporary[0],
         layer=(temporary[0] - temporary[1]) / (DEEP - SHALLOW),
         off=max(_off(copy, whole) for copy in copies),
@@ -144,39 +139,8 @@ def _measure(config: RunConfig, start: Tree, batches: np.ndarray, whole: Tree) -
 
 
 def _compiled(config: RunConfig) -> tuple[Trainer, Any]:
-    trainer = Trainer.create(config, mesh=_mesh())
-    state = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        trainer.shapes,
-        trainer.shardings,
-    )
-    return trainer, trainer.step.lower(state, _batch_types(trainer)).compile()
-
-
-def _mesh() -> jax.sharding.Mesh:
-    return make_mesh(RUN.mesh, jax.devices()[:2])
-
-
-def _batch_types(trainer: Trainer) -> Tree:
-    m = trainer.config.parallel.microbatches
-    ids = jax.ShapeDtypeStruct((m, ROWS // m, LENGTH), jnp.int32, sharding=trainer.batch_sharding)
-    return {"inputs": ids, "labels": ids}
-
-
-def saved_bytes(trainer: Trainer) -> int:
-    """Bytes of the values that a layer keeps of a microbatch on one device, read from their types."""
-    model, kinds = trainer.model, []
-
-    def body(params: Tree, batch: Tree) -> jax.Array:
-        work = model.work(batch, jax.random.key(0), batch["inputs"].shape[1] * trainer.config.mesh.batch_shards)
-        blocks = diverge(params, model.specs, model.boundary.axes)["blocks"]
-        stack = Stack(work.layer, blocks, model.stream_zeros(batch), varying(jnp.int32(0), ("pp",)))
-        kinds.extend(stack.halves.saved)
-        return jnp.zeros(())
-
-    mapped = jax.shard_map(body, mesh=trainer.mesh, in_specs=(trainer.specs.params, BATCH_SPEC), out_specs=P())
-    jax.eval_shape(mapped, model.shapes, _batch_types(trainer))
-    return sum(math.prod(kind.shape) * kind.dtype.itemsize for kind in kinds)
+    trainer = on_first_devices(config)
+    return trainer, trainer.step.lower(*trainer.arguments).compile()
 
 
 def saved_theory(m: int) -> int:

@@ -20,7 +20,6 @@ keeps attention's sum (2) beside the input.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, get_args
@@ -30,16 +29,16 @@ from rich.progress import track
 from rich.table import Table
 
 from experiments.ch01_data_parallelism import _recompute_figure, _recompute_gpt3, _recompute_tiny
-from experiments.ch01_data_parallelism._recompute_policies import Policy, on_first_devices, under
+from experiments.ch01_data_parallelism._recompute_policies import Policy, Row, under
 from experiments.harness import Check, Outcome, save_figure
 from experiments.options import Options
+from experiments.training import on_first_devices
 from jax5d.config import PRESETS, ConfigError, MeshConfig, RunConfig, TrainConfig, check_model
 from jax5d.costs.activations import Activations
-from jax5d.costs.flops import forward, recomputation, step_flops
+from jax5d.costs.flops import recomputation, step_flops
 from jax5d.costs.gpus import gpu as find_gpu
 from jax5d.costs.parameters import FLOAT32, leaves
-from jax5d.costs.textbook import layer_bytes
-from jax5d.measure.aot import abstract_arguments, compile_step
+from jax5d.measure.aot import check_compiler, compile_step
 from jax5d.measure.memory import kept_by_layer
 from jax5d.measure.operations import operations
 from jax5d.train.step import Trainer
@@ -85,46 +84,6 @@ QUICK = replace(
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One policy."""
-
-    name: Policy
-    config: RunConfig
-    kept: dict[str, int]
-    """Bytes that the program keeps of a layer, by kind."""
-    flops: int
-    """FLOPs of the products of a step, counted in the program."""
-    compiled: float | None
-    """Bytes that the compiler's memory grows by for each layer, less the layer's gradients; None if not compiled."""
-
-    @property
-    def bytes(self) -> int:
-        """All that the program keeps of a layer."""
-        return sum(self.kept.values())
-
-    @cached_property
-    def useful(self) -> int:
-        """FLOPs of forward and backward pass without anything made again."""
-        return 3 * self.config.train.global_batch * sum(_forward(self.config).values())
-
-    @property
-    def added(self) -> float:
-        """FLOPs made again, as a share of the others."""
-        return self.flops / self.useful - 1
-
-    @property
-    def literature(self) -> float:
-        """The same as the literature counts: attention's forward pass, or the layers', once more."""
-        again = recomputation(self.config.model, self.config.train.seq_len, self.config.parallel.remat)
-        return self.config.train.global_batch * sum(again.values()) / self.useful
-
-    @property
-    def textbook(self) -> float:
-        """Bytes that Megatron's layer keeps under the policy; it has plain attention and dropout."""
-        return layer_bytes(self.config)
-
-
 def check(options: RecomputeOptions, folder: Path) -> None:
     """Refuse what cannot be traced or compiled, before anything is."""
     if options.mesh.size < 2:
@@ -138,6 +97,8 @@ def check(options: RecomputeOptions, folder: Path) -> None:
     if options.rows < 1:
         raise ConfigError(f"rows={options.rows} is below 1; give the sequences of a step")
     find_gpu(options.gpu)
+    if options.compiled:
+        check_compiler(options.gpu)
     if not 0 < options.utilisation <= 1:
         raise ConfigError(f"utilisation={options.utilisation} is outside (0, 1]; give a share such as 0.4")
     for name in options.compiled:
@@ -154,7 +115,8 @@ def run(options: RecomputeOptions, folder: Path, console: Console) -> Outcome:
     """Trace and compile the policies, compare gradients, and count what tensor parallelism sends."""
     shown = track(options.policies, description="policies", console=console, disable=not console.is_terminal)
     rows = [_measure(options, name) for name in shown]
-    save_figure(_recompute_figure.figure(rows, options), folder, "recompute")
+    title = f"{options.preset}, {options.rows} x {options.seq_len} tokens in bfloat16"
+    save_figure(_recompute_figure.figure(rows, title), folder, "recompute")
     checks = [c for row in rows for c in _row_checks(row)]
     checks += [
         *_made_again(rows),
@@ -184,7 +146,7 @@ def _measure(options: RecomputeOptions, name: Policy) -> Row:
 
 def _count(trainer: Trainer) -> int:
     """FLOPs of the products of a step's gradients."""
-    found = operations(trainer.gradients, *abstract_arguments(trainer))
+    found = operations(trainer.gradients, *trainer.arguments)
     products = (op for op in found if op.name.startswith("dot_") and ROW_SUMS not in op.where)
     return sum(op.flops * op.count for op in products)
 
@@ -200,10 +162,6 @@ def _growth(config: RunConfig, options: RecomputeOptions) -> float:
 def _layer_gradients(config: RunConfig) -> int:
     blocks = [leaf for leaf in leaves(config.model, config.mesh) if leaf.name.startswith("blocks.")]
     return sum(prod(leaf.shape) for leaf in blocks) // config.model.layers * FLOAT32
-
-
-def _forward(config: RunConfig) -> dict[str, int]:
-    return forward(config.model, config.train.seq_len)
 
 
 def _row_checks(row: Row) -> list[Check]:

@@ -19,7 +19,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
 
 from jax5d.config import ConfigError, RunConfig, check
@@ -141,7 +140,7 @@ def compile_step(
     hosts, gpus_per_host = cluster(config.mesh.size, hosts, gpus_per_host)
     mesh = make_mesh(config.mesh, _devices(target, hosts, gpus_per_host))
     trainer = Trainer.create(config, mesh=mesh)
-    arguments = abstract_arguments(trainer)
+    arguments = trainer.arguments
     start = time.perf_counter()
     lowered = trainer.step.lower(*arguments)
     traced = time.perf_counter()
@@ -171,7 +170,7 @@ def compile_step(
 
 def check_compiler(gpu: str) -> None:
     """Raise `ConfigError` where `compile_step` would, whatever the configuration: before a run does anything else."""
-    _devices(target_config(gpu), 1, 1)
+    absent_gpu(gpu)
 
 
 def cluster(devices: int, hosts: int | None = None, gpus_per_host: int | None = None) -> tuple[int, int]:
@@ -186,19 +185,6 @@ def cluster(devices: int, hosts: int | None = None, gpus_per_host: int | None = 
             "devices; change one of the three"
         )
     return hosts, gpus_per_host
-
-
-def abstract_arguments(trainer: Trainer) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
-    """State and batch of a step as shapes that know their shardings."""
-
-    def place(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-    state = jax.tree.map(place, trainer.shapes, trainer.shardings)
-    train, pieces = trainer.config.train, trainer.config.parallel.microbatches
-    shape = pieces, train.global_batch // pieces, train.seq_len
-    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=trainer.batch_sharding)
-    return state, {"inputs": ids, "labels": ids}
 
 
 def absent_gpu(name: str) -> Any:

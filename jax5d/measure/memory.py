@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax5d.measure.aot import abstract_arguments
 from jax5d.parallel.data import diverge, varying
 from jax5d.parallel.stack import Stack
 from jax5d.train.step import Trainer
@@ -44,7 +43,7 @@ def kept_by_layer(trainer: Trainer) -> list[jax.ShapeDtypeStruct]:
         found.extend(jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in stack.halves.saved)
         return jnp.int32(0)
 
-    state, batch = abstract_arguments(trainer)
+    state, batch = trainer.arguments
     specs = trainer.specs.params, trainer.batch_sharding.spec
     jax.eval_shape(jax.shard_map(body, mesh=trainer.mesh, in_specs=specs, out_specs=P()), state.params, batch)
     return found

@@ -121,6 +121,17 @@ class Trainer:
         """ShapeDtypeStructs of the state, global; nothing is computed."""
         return jax.eval_shape(self._create)
 
+    @property
+    def arguments(self) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
+        """State and batch of a step as ShapeDtypeStructs laid out on the mesh, to trace or compile it with."""
+        state = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), self.shapes, self.shardings
+        )
+        train, pieces = self.config.train, self.config.parallel.microbatches
+        shape = pieces, train.global_batch // pieces, train.seq_len
+        ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
+        return state, {"inputs": ids, "labels": ids}
+
     def init(self) -> TrainState:
         """The state before the first step: bitwise the same on every mesh for one seed."""
         # it runs once, and what the compiler makes faster could depend on the shards' shapes in the last bit
