@@ -10,7 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jax5d.parallel.data import varying
+from jax5d.parallel.data import varying, varying_axes
 
 
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=(2,))
@@ -47,5 +47,5 @@ def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
     stop growing after a few hundred of them. `x` varies as `bias` does before it is widened, so that the transpose of
     that cast, a psum, moves x's dtype.
     """
-    x = varying(x, tuple(jax.typeof(bias).manual_axis_type.varying))
+    x = varying(x, varying_axes(bias))
     return (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 
-from jax5d.parallel.data import varying
+from jax5d.parallel.data import varying, varying_axes
 from jax5d.parallel.random import keep
 
 PIECE = 512
@@ -134,7 +134,7 @@ def _merge(q: jax.Array, kv: jax.Array, source: jax.Array, draw: Draw, mask: Mas
 def _forward(q: jax.Array, kv: jax.Array, draw: Draw, mask: Mask) -> tuple[jax.Array, jax.Array]:
     """Output [b, s, n, h] and log-sum-exp float32 [b, n, s]."""
     b, s, n, h = q.shape
-    axes = tuple(jax.typeof(q).manual_axis_type.varying)
+    axes = varying_axes(q)
     size, rank = lax.axis_size("cp"), lax.axis_index("cp")
     low = jnp.full((b, n, s), -1e30, jnp.float32)  # finite, so that low - low is 0 and not nan
     state = (low, jnp.zeros((b, n, s), jnp.float32), jnp.zeros((b, s, n, h), jnp.float32))
@@ -159,7 +159,7 @@ def _attend_fwd(q: jax.Array, kv: jax.Array, draw: Draw, mask: Mask) -> tuple[ja
 def _gradients(saved: tuple, d_out: jax.Array, kv: jax.Array, source: jax.Array, mask: Mask) -> tuple:
     """What one block contributes: d_q float32 [b, s, n, h], d_kv float32 [2, b, s, n, h]."""
     q, _, draw, out, log_sum = saved
-    axes = tuple(jax.typeof(q).manual_axis_type.varying)
+    axes = varying_axes(q)
     inner = jnp.einsum("bsnh,bsnh->bns", d_out.astype(jnp.float32), out.astype(jnp.float32))
 
     def piece(d_q: jax.Array, part: tuple) -> tuple:

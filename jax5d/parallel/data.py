@@ -41,9 +41,14 @@ def reduction_axes(spec: P, token_axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(a for a in ("pp", *DATA_AXES, *token_axes) if a not in spec_axes(spec))
 
 
+def varying_axes(x: jax.Array) -> tuple[str, ...]:
+    """Axes along which JAX takes the devices' values of `x` to differ."""
+    return tuple(jax.typeof(x).manual_axis_type.varying)
+
+
 def varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Cast `x` to varying over `axes` as well. Transpose: psum over those axes. Bytes: 0."""
-    missing = tuple(a for a in axes if a not in jax.typeof(x).manual_axis_type.varying)
+    missing = tuple(a for a in axes if a not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
@@ -71,7 +76,7 @@ def sum_over_shards(x: jax.Array) -> jax.Array:
 @jax.named_scope("sum_over_varying")
 def sum_over_varying(x: jax.Array) -> jax.Array:
     """Sum over every axis along which `x` varies: psum over those, 2 (n-1)/n K bytes. Transpose: identity."""
-    return lax.psum(x, tuple(jax.typeof(x).manual_axis_type.varying))
+    return lax.psum(x, varying_axes(x))
 
 
 @jax.named_scope("global_norm")

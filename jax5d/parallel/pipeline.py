@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax5d.parallel.agree import agreed
-from jax5d.parallel.data import varying, zeros_of
+from jax5d.parallel.data import varying, varying_axes, zeros_of
 from jax5d.parallel.schedules import Table, Tick, phases
 from jax5d.parallel.stack import Back, Layer, Reduce, Ring, Stack, run
 
@@ -108,7 +108,7 @@ def _zero_once_done(outer: Tree, blocks: Tree) -> jax.Array:
     leaves = [*jax.tree.leaves(outer), min(jax.tree.leaves(blocks), key=lambda leaf: leaf.size)]
     done = jnp.stack([leaf.ravel()[0].astype(jnp.float32) for leaf in leaves]).sum()
     never = (done != done) & (done == done)
-    return agreed(never.astype(jnp.int32), tuple(jax.typeof(never).manual_axis_type.varying))
+    return agreed(never.astype(jnp.int32), varying_axes(never))
 
 
 def _forward(
@@ -136,7 +136,7 @@ def _head(carry: dict, m: jax.Array, work: Work, outer: Tree, scale: jax.Array) 
     y = lax.dynamic_index_in_dim(carry["y"], m % carry["y"].shape[0], 0, keepdims=False)
     with jax.named_scope("head"):
         loss, vjp = jax.vjp(lambda o, y: work.head(o, _from_last(y), m), outer, y)
-        d_outer, d_y = vjp(varying(scale, tuple(jax.typeof(loss).manual_axis_type.varying)))
+        d_outer, d_y = vjp(varying(scale, varying_axes(loss)))
     return carry | {"head": carry["head"] + loss, "outer": _add(carry["outer"], d_outer), "d_y": d_y}
 
 
@@ -147,7 +147,7 @@ def _backward(
     m = row[lax.axis_index("pp")]
     valid = (m >= 0) & (m < count)
     d_losses = jax.tree.map(
-        lambda w, loss: varying(jnp.asarray(w, loss.dtype), tuple(jax.typeof(loss).manual_axis_type.varying)),
+        lambda w, loss: varying(jnp.asarray(w, loss.dtype), varying_axes(loss)),
         weights,
         carry["losses"],
     )

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax5d.parallel.data import squares, varying, zeros_of
+from jax5d.parallel.data import squares, varying, varying_axes, zeros_of
 from jax5d.parallel.halves import Halves, halve
 
 Tree = Any
@@ -180,7 +180,7 @@ def _put(stacked: Tree, at: Any, values: Tree) -> Tree:
     """Write one layer's values; they vary as the buffer does."""
 
     def put(buffer: jax.Array, value: jax.Array) -> jax.Array:
-        value = varying(value, tuple(jax.typeof(buffer).manual_axis_type.varying))
+        value = varying(value, varying_axes(buffer))
         return lax.dynamic_update_index_in_dim(buffer, value, at, 0)
 
     return jax.tree.map(put, stacked, values)

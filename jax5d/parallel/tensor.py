@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax5d.parallel.data import varying
+from jax5d.parallel.data import varying, varying_axes
 
 VOCAB_AXES = ("pp", "tp")
 """Axes that split the vocabulary."""
@@ -162,8 +162,8 @@ def _summed_loss_fwd(y: jax.Array, table: jax.Array, labels: jax.Array, vocab: i
         d_table += jnp.einsum("nv,nd->vd", d_logits, y_piece, preferred_element_type=jnp.float32)
         return d_table, (loss, d_y)
 
-    zeros = varying(jnp.zeros(table.shape, jnp.float32), tuple(jax.typeof(table).manual_axis_type.varying))
-    zeros = varying(zeros, tuple(jax.typeof(y).manual_axis_type.varying))
+    zeros = varying(jnp.zeros(table.shape, jnp.float32), varying_axes(table))
+    zeros = varying(zeros, varying_axes(y))
     d_table, (losses, d_y) = lax.scan(chunk, zeros, (y, labels))
     return jnp.sum(losses), (d_y, d_table)
 
