@@ -73,6 +73,13 @@ class ParallelConfig:
     """Devices of a host, for all_reduce=two_level: neighbours along the axes that gradients are summed over."""
     accumulate: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are added up over microbatches and summed over replicas."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO: what replicas share out. 1: optimizer state and the parameters that it updates; 2: also sums of gradients;
+    3: also the parameters computed with, gathered layer by layer."""
+    zero_axes: tuple[Literal["dp", "ep", "cp"], ...] = ("dp", "ep", "cp")
+    """Data axes over which ZeRO shares out; with fewer, replicas along the others hold the same (hybrid sharding)."""
+    regather: bool = True
+    """ZeRO-3: gather a layer's parameters again for the backward pass; otherwise keep them from the forward pass."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ A pipeline of one stage is gradient accumulation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax5d.parallel.agree import agreed
-from jax5d.parallel.data import varying, varying_axes, zeros_of
+from jax5d.parallel.data import squares, varying, varying_axes, zeros_of
+from jax5d.parallel.reduction import Reduction
 from jax5d.parallel.schedules import Table, Tick, phases
-from jax5d.parallel.stack import Back, Layer, Reduce, Ring, Stack, run
+from jax5d.parallel.stages import from_last, is_first, is_last, step_to
+from jax5d.parallel.stack import Back, Hand, Layer, Ring, Stack, add, only_where, run
 
 Tree = Any
 
@@ -47,48 +49,14 @@ class Result:
     stats: Tree
     outer_grads: Tree = None
     block_grads: Tree = None
-    block_squares: Tree = None
-    """Each leaf's sum of squares before it was reduced, float32 []."""
-
-
-@jax.named_scope("pp_send")
-def _step_to(x: jax.Array, by: int) -> jax.Array:
-    """Send to the stage `by` further; the end stage receives zeros. Transpose: by -by. Bytes: (p-1)/p K a device."""
-    size = lax.axis_size("pp")
-    return lax.ppermute(x, "pp", [(i, i + by) for i in range(size) if 0 <= i + by < size])
-
-
-def _is_first() -> jax.Array:
-    return lax.axis_index("pp") == 0
-
-
-def _is_last() -> jax.Array:
-    return lax.axis_index("pp") == lax.axis_size("pp") - 1
-
-
-@jax.named_scope("pp_share")
-def _from_last(y: jax.Array) -> jax.Array:
-    """Each stage's own copy of the last one's value: psum of a masked value over pp, 2 (p-1)/p K bytes.
-
-    Transpose: the same psum, of the copies' gradients, to the last stage.
-    """
-    return varying(lax.psum(jnp.where(_is_last(), y, 0), "pp"), ("pp",))
+    squares: Tree = None
+    """The sum of squares of each leaf's gradient of a microbatch, added up over microbatches, float32 []."""
 
 
 def _kinds(function: Callable[..., Tree], *args: Tree) -> Tree:
     """Types of a function's results, with their varying axes; nothing is computed."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
-
-
-def _add_where(valid: jax.Array, total: Tree, new: Tree) -> Tree:
-    """Accumulate what belongs to a real microbatch. `where`, not a product: an idle tick may hold nan."""
-    return jax.tree.map(lambda t, n: t + jnp.where(valid, n, 0).astype(t.dtype), total, new)
-
-
-def _add(total: Tree, new: Tree) -> Tree:
-    """Sum in the dtype of `total`."""
-    return jax.tree.map(lambda t, n: t + n.astype(t.dtype), total, new)
 
 
 def _rows(ticks: tuple[Tick, ...]) -> dict[str, jax.Array]:
@@ -113,94 +81,118 @@ def _zero_once_done(outer: Tree, blocks: Tree) -> jax.Array:
 
 def _forward(
     carry: dict, row: jax.Array, embed: Callable[..., jax.Array], layers: Callable[..., tuple], outer: Tree, count: int
-) -> dict:
-    """Every stage's forward pass of one tick. `row` int32 [p]."""
+) -> tuple[dict, Hand]:
+    """Every stage's forward pass of one tick, and what its layers' supply fetched last. `row` int32 [p]."""
     m = row[lax.axis_index("pp")]
     real = jnp.clip(m, 0, count - 1)
     with jax.named_scope("embed"):
-        x = jnp.where(_is_first(), embed(outer, jnp.clip(row[0], 0, count - 1)), carry["x"])
+        x = jnp.where(is_first(), embed(outer, jnp.clip(row[0], 0, count - 1)), carry["x"])
     with jax.named_scope("layers"):
-        (y, losses), stats, ring = layers(x, real, carry["saved"], m)
+        (y, losses), stats, ring, hand = layers(x, real, carry["saved"], m)
     valid = (m >= 0) & (m < count)
-    return carry | {
-        "x": _step_to(y, 1),
+    new = carry | {
+        "x": step_to(y, 1),
         "saved": ring,
         "y": lax.dynamic_update_index_in_dim(carry["y"], y, m % carry["y"].shape[0], 0),
-        "losses": _add_where(valid, carry["losses"], losses),
-        "stats": _add_where(valid, carry["stats"], stats),
+        "losses": add(carry["losses"], only_where(valid, losses)),
+        "stats": add(carry["stats"], only_where(valid, stats)),
     }
+    return new, hand
 
 
-def _head(carry: dict, m: jax.Array, work: Work, outer: Tree, scale: jax.Array) -> dict:
-    """The head's loss of microbatch `m` and its gradient, on all stages together."""
-    y = lax.dynamic_index_in_dim(carry["y"], m % carry["y"].shape[0], 0, keepdims=False)
-    with jax.named_scope("head"):
-        loss, vjp = jax.vjp(lambda o, y: work.head(o, _from_last(y), m), outer, y)
-        d_outer, d_y = vjp(varying(scale, varying_axes(loss)))
-    return carry | {"head": carry["head"] + loss, "outer": _add(carry["outer"], d_outer), "d_y": d_y}
+@dataclass(frozen=True)
+class _Step:
+    """What all ticks of a training step share; for the fields see `train`."""
 
+    work: Work
+    stack: Stack
+    outer: Tree
+    count: int
+    """Microbatches."""
+    scale: jax.Array
+    weights: Tree
+    reduction: Reduction
 
-def _backward(
-    carry: dict, row: jax.Array, work: Work, outer: Tree, count: int, weights: Tree, layers: Callable[..., Back]
-) -> dict:
-    """Every stage's backward pass of one tick, and the embedding's for the microbatch that leaves stage 0."""
-    m = row[lax.axis_index("pp")]
-    valid = (m >= 0) & (m < count)
-    d_losses = jax.tree.map(
-        lambda w, loss: varying(jnp.asarray(w, loss.dtype), varying_axes(loss)),
-        weights,
-        carry["losses"],
-    )
-    d = jnp.where(_is_last(), carry["d_y"], carry["d_x"]), d_losses
-    with jax.named_scope("layers"):
-        back = layers(jnp.clip(m, 0, count - 1), carry["saved"], m, d, partial(_add_where, valid), carry["blocks"])
-    leaving = jnp.clip(row[0], 0, count - 1)
-    with jax.named_scope("embed"):
-        unembed = jax.linear_transpose(lambda o: jnp.where(_is_first(), work.embed(o, leaving), 0), outer)
-        (d_outer,) = unembed(jnp.where(valid & _is_first(), back.d_x, 0))
-    outer_grads = _add(carry["outer"], d_outer)
-    return carry | {
-        "d_x": _step_to(back.d_x, -1),
-        "blocks": back.grads,
-        "squares": back.squares,
-        "outer": outer_grads,
-        "zero": _zero_once_done(outer_grads, back.grads),
-    }
+    def tick(self, carry: dict, row: dict[str, jax.Array], layers: Callable[..., Back]) -> dict:
+        """One tick, with the kinds of work that its row has; `layers` is the backward pass of the layers."""
+        begin, d_outer = self.stack.begin_backward, ()
+        if "forward" in row:
+            carry, hand = _forward(carry, row["forward"], self.work.embed, self.stack.forward, self.outer, self.count)
+            begin = partial(self.stack.turn, hand)
+        if "head" in row:
+            carry, *d_outer = self._head(carry, row["head"])
+        if "backward" in row:
+            carry = self._backward(carry, row["backward"], partial(layers, hand=begin()), d_outer)
+        return carry
+
+    def _head(self, carry: dict, m: jax.Array) -> tuple[dict, Tree]:
+        """The head's loss of microbatch `m`, on all stages together, and its gradient by `outer`."""
+        y = lax.dynamic_index_in_dim(carry["y"], m % carry["y"].shape[0], 0, keepdims=False)
+        with jax.named_scope("head"):
+            loss, vjp = jax.vjp(lambda o, y: self.work.head(o, from_last(y), m), self.outer, y)
+            d_outer, d_y = vjp(varying(self.scale, varying_axes(loss)))
+        return carry | {"head": carry["head"] + loss, "d_y": d_y}, d_outer
+
+    def _backward(self, carry: dict, row: jax.Array, layers: Callable[..., Back], d_outer: Sequence[Tree]) -> dict:
+        """Every stage's backward pass of one tick, and the embedding's for the microbatch that leaves stage 0.
+
+        `d_outer` is the head's gradient, if there was one.
+        """
+        m = row[lax.axis_index("pp")]
+        valid = (m >= 0) & (m < self.count)
+        d_losses = jax.tree.map(
+            lambda w, loss: varying(jnp.asarray(w, loss.dtype), varying_axes(loss)), self.weights, carry["losses"]
+        )
+        d = jnp.where(is_last(), carry["d_y"], carry["d_x"]), d_losses
+        with jax.named_scope("layers"):
+            back = layers(jnp.clip(m, 0, self.count - 1), carry["saved"], m, d, valid, carry["blocks"])
+        leaving = jnp.clip(row[0], 0, self.count - 1)
+        with jax.named_scope("embed"):
+            unembed = jax.linear_transpose(lambda o: jnp.where(is_first(), self.work.embed(o, leaving), 0), self.outer)
+            (d_embedded,) = unembed(jnp.where(valid & is_first(), back.d_x, 0))
+        outer, norms = self.reduction.outer(carry["outer"], [*d_outer, d_embedded])
+        return carry | {
+            "d_x": step_to(back.d_x, -1),
+            "blocks": back.grads,
+            "outer": outer,
+            "squares": add(carry["squares"], {"outer": norms, "blocks": back.squares}),
+            "zero": _zero_once_done(outer, back.grads),
+        }
 
 
 def train(
     table: Table,
     work: Work,
-    params: dict[str, Tree],
+    params: dict[str, Any],
+    held: dict[str, Tree],
     x: jax.Array,
     scale: jax.Array,
     weights: Tree,
     *,
-    accumulate: jnp.dtype,
-    reduce: Reduce,
+    reduction: Reduction,
 ) -> Result:
     """Loss and gradients of one step.
 
     Args:
         table: the schedule, for as many stages as pp has devices.
         work: the model in three parts.
-        params: already diverged; "outer" belongs to every stage, "blocks" is this stage's, stacked [layers, ...].
+        params: already diverged; "outer" belongs to every stage, "blocks" is this stage's `Weights`.
+        held: arrays of the shapes in which this device adds up gradients over microbatches; types alone matter.
         x: zeros [b, s, d] of a stage's input, varying as it varies.
         scale: float32 [], derivative of the objective by the head's result.
         weights: derivative of the objective by each of the stage's losses.
-        accumulate: dtype of the sums of gradients over microbatches.
-        reduce: what becomes of each layer's gradients once the last microbatch is in them, while the layer before it
-            is at work: a reduction over other replicas, or nothing.
+        reduction: what becomes of gradients: of each microbatch, or once the last one is in them; of a layer while the
+            layer before it is at work.
 
     Returns:
-        Sums over microbatches; gradients of this device's own copies, the blocks' as `reduce` leaves them.
+        Sums over microbatches, the gradients as `reduction` leaves them.
     """
-    outer, blocks, count = params["outer"], params["blocks"], table.microbatches
-    stack = Stack(work.layer, blocks, x, varying(jnp.int32(0), ("pp",)))
+    outer, count = params["outer"], table.microbatches
+    stack = Stack(work.layer, params["blocks"], x, varying(jnp.int32(0), ("pp",)))
+    step = _Step(work, stack, outer, count, scale, weights, reduction)
     end = range(table.stages - 1, table.stages)
     ring = stack.ring(table.slots(range(table.stages)))
-    (_, losses), stats, _ = _kinds(stack.forward, x, stack.m, ring, stack.m)
-    zeros = partial(jax.tree.map, lambda p: zeros_of(jax.typeof(p).update(dtype=accumulate)))
+    (_, losses), stats, *_ = _kinds(stack.forward, x, stack.m, ring, stack.m)
     carry = {
         "x": x,
         "d_x": x,
@@ -210,47 +202,38 @@ def train(
         "head": zeros_of(_kinds(work.head, outer, x, jnp.int32(0))),
         "losses": jax.tree.map(zeros_of, losses),
         "stats": jax.tree.map(zeros_of, stats),
-        "outer": zeros(outer),
-        "blocks": zeros(blocks),
-        "squares": (),
+        **reduction.zeros(held),
+        "squares": jax.tree.map(zeros_of, _kinds(squares, {"outer": outer, "blocks": stack.first})),
         "zero": jnp.int32(0),
     }
-
-    def tick(carry: dict, row: dict[str, jax.Array], backward: Callable[..., Back]) -> dict:
-        if "forward" in row:
-            carry = _forward(carry, row["forward"], work.embed, stack.forward, outer, count)
-        if "head" in row:
-            carry = _head(carry, row["head"], work, outer, scale)
-        if "backward" in row:
-            carry = _backward(carry, row["backward"], work, outer, count, weights, backward)
-        return carry
-
     for ticks in phases(table.ticks[:-1]):
-        carry, _ = lax.scan(lambda carry, row: (tick(carry, row, stack.backward), None), carry, _rows(ticks))
+        layers = reduction.backward(stack)
+        carry, _ = lax.scan(lambda carry, row, layers=layers: (step.tick(carry, row, layers), None), carry, _rows(ticks))
     # the last tick's work may depend on nothing before it, and XLA would do both at once: in twice the memory, and on
     # CPU devices with the collectives of both in any order, which ends the process
     last = jax.tree.map(lambda rows: rows[0] + carry["zero"], _rows(table.ticks[-1:]))
-    carry = tick(carry, last, partial(stack.last_backward, reduce=reduce))
+    blocks, layers = reduction.last_backward(stack, carry["blocks"])
+    carry = step.tick(carry | {"blocks": blocks}, last, layers)
     return Result(*(carry[name] for name in ("head", "losses", "stats", "outer", "blocks", "squares")))
 
 
-def evaluate(table: Table, work: Work, params: dict[str, Tree], x: jax.Array) -> Result:
+def evaluate(table: Table, work: Work, params: dict[str, Any], x: jax.Array) -> Result:
     """The head's results, losses and statistics summed over microbatches, without gradients. Arguments: see `train`."""
 
-    def layers(x: jax.Array, m: jax.Array, ring: Ring, slot: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree, Ring]:
+    def layers(x: jax.Array, m: jax.Array, ring: Ring, slot: jax.Array) -> tuple:
         del slot
-        return *run(work.layer, params["blocks"], x, m), ring
+        return *run(work.layer, params["blocks"], x, m), ring, None
 
     outer, stage = params["outer"], varying(jnp.int32(0), ("pp",))
-    (_, losses), stats, _ = _kinds(layers, x, stage, [], stage)
+    (_, losses), stats, *_ = _kinds(layers, x, stage, [], stage)
     head = _kinds(work.head, outer, x, jnp.int32(0))
     totals = {"head": head, "losses": losses, "stats": stats}
     carry = {"x": x, "y": x[None], "saved": [], **jax.tree.map(zeros_of, totals)}
 
     def tick(carry: dict, row: dict[str, jax.Array]) -> tuple[dict, None]:
-        carry = _forward(carry, row["forward"], work.embed, layers, outer, table.microbatches)
+        carry, _ = _forward(carry, row["forward"], work.embed, layers, outer, table.microbatches)
         if "head" in row:
-            result = work.head(outer, _from_last(carry["y"][0]), row["head"])
+            result = work.head(outer, from_last(carry["y"][0]), row["head"])
             carry = carry | {"head": jax.tree.map(jnp.add, carry["head"], result)}
         return carry, None
 

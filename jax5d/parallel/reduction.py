@@ -10,7 +10,7 @@ The sum itself is XLA's all-reduce or one of the rings of `jax5d.parallel.ring`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -22,71 +22,81 @@ from jax.sharding import PartitionSpec as P
 
 from jax5d.config import ParallelConfig
 from jax5d.parallel.agree import agreed
-from jax5d.parallel.data import is_spec, reduction_axes, spec_axes
+from jax5d.parallel.data import is_spec, reduction_axes, spec_axes, squares, zeros_of
 from jax5d.parallel.ring import ring_all_reduce, two_level_all_reduce, two_way_ring_all_reduce
+from jax5d.parallel.stack import Back, Stack, add, get, put
+from jax5d.parallel.zero import Cut, any_cut, scatter, zero_pieces
 
 Tree = Any
 AllReduce = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 """(x, axes) -> the sum of x over the axes, the same on every device. Bytes over n devices: 2 (n-1)/n K."""
+Backward = Callable[..., Back]
+"""A backward pass of a `Stack`."""
 
 
 class Reduction(Protocol):
-    """Two moments at which gradients may be reduced."""
+    """What becomes of the gradients of a step's microbatches, and when."""
 
-    def layer(self, grads: Tree) -> Tree:
-        """One layer's gradients, final, while the layer before it is at work."""
+    def zeros(self, held: dict[str, Tree]) -> dict[str, Tree]:
+        """Sums over microbatches before the first: {"outer", "blocks"} in the shapes of `held`."""
         ...
 
-    def rest(self, grads: Tree) -> Tree:
-        """All of a step's {"outer", "blocks"}, the latter as `layer` left them."""
+    def outer(self, total: Tree, parts: Sequence[Tree]) -> tuple[Tree, Tree]:
+        """Add a microbatch's gradients of the outer leaves, in parts; (total, each leaf's sum of squares)."""
+        ...
+
+    def backward(self, stack: Stack) -> Backward:
+        """The layers' backward pass for a microbatch that is not the last."""
+        ...
+
+    def last_backward(self, stack: Stack, sums: Tree) -> tuple[Tree, Backward]:
+        """The layers' buffer for the last microbatch, whose gradients come on top of `sums`; and its backward pass."""
+        ...
+
+    def rest(self, grads: dict[str, Tree]) -> dict[str, Tree]:
+        """All of a step's {"outer", "blocks"} afterwards: what `last_backward` has not reduced is reduced."""
         ...
 
 
 @dataclass(frozen=True)
-class Overlapped:
-    """Layers while others are at work; at the end the embedding's leaves, which are final only then."""
+class _Summed:
+    """Gradients are added up on this device, whole, until the last microbatch."""
 
     specs: Tree
     token_axes: tuple[str, ...]
     all_reduce: AllReduce
+    dtype: Any
+    """Of the sums over microbatches and over replicas."""
 
-    @jax.named_scope("reduce_gradients")
-    def layer(self, grads: Tree) -> Tree:
-        """Each leaf of the layer by itself."""
-        specs = jax.tree.map(lambda spec: P(*spec[1:]), self.specs["blocks"], is_leaf=is_spec)
-        return _each(self.all_reduce, specs, self._block_axes, grads)
+    def zeros(self, held: dict[str, Tree]) -> dict[str, Tree]:
+        return jax.tree.map(lambda x: zeros_of(jax.typeof(x).update(dtype=jnp.dtype(self.dtype))), held)
 
-    def rest(self, grads: Tree) -> Tree:
-        """The outer leaves; the blocks have been summed, layer by layer, in a buffer whose type could not show it."""
-        outer = _each(self.all_reduce, self.specs["outer"], self._axes, grads["outer"])
-        return {"outer": outer, "blocks": _each(agreed, self.specs["blocks"], self._axes, grads["blocks"])}
+    def outer(self, total: Tree, parts: Sequence[Tree]) -> tuple[Tree, Tree]:
+        new = self._whole(parts)
+        return add(total, new), squares(new)
 
-    def _axes(self, spec: P) -> tuple[str, ...]:
-        return reduction_axes(spec, self.token_axes)
+    def backward(self, stack: Stack) -> Backward:
+        return stack.backward
 
-    def _block_axes(self, spec: P) -> tuple[str, ...]:
-        """A layer's spec names no pp any more, but pp splits the layers all the same."""
-        return tuple(axis for axis in self._axes(spec) if axis != "pp")
+    def _whole(self, parts: Sequence[Tree]) -> Tree:
+        return jax.tree.map(lambda *leaves: sum(x.astype(self.dtype) for x in leaves), *parts)
 
 
 @dataclass(frozen=True)
-class AtOnce:
+class AtOnce(_Summed):
     """Everything after the backward pass, in buffers of at most `size` bytes; None sends each leaf by itself."""
 
-    specs: Tree
-    token_axes: tuple[str, ...]
-    all_reduce: AllReduce
     size: float | None
 
-    def layer(self, grads: Tree) -> Tree:
-        """Nothing yet."""
-        return grads
+    def last_backward(self, stack: Stack, sums: Tree) -> tuple[Tree, Backward]:
+        """Like any other."""
+        return sums, stack.backward
 
-    def rest(self, grads: Tree) -> Tree:
+    def rest(self, grads: dict[str, Tree]) -> dict[str, Tree]:
         """Leaves that are summed over the same axes, and split over the same, share buffers."""
         axes = partial(reduction_axes, token_axes=self.token_axes)
         if self.size is None:
-            return _each(self.all_reduce, self.specs, axes, grads)
+            return jax.tree.map(lambda spec, g: self.all_reduce(g, axes(spec)), self.specs, grads, is_leaf=is_spec)
         leaves, tree = jax.tree.flatten(grads)
         groups: dict[tuple[tuple[str, ...], frozenset[str]], list[int]] = {}
         for i, spec in enumerate(jax.tree.leaves(self.specs, is_leaf=is_spec)):
@@ -100,24 +110,121 @@ class AtOnce:
         return jax.tree.unflatten(tree, leaves)
 
 
+@dataclass(frozen=True)
+class Overlapped(_Summed):
+    """Layers while others are at work; at the end the embedding's leaves, which are final only then.
+
+    A leaf that is cut (ZeRO-1) is scattered to its pieces, and summed over those axes alone that its cut does not name.
+    """
+
+    cuts: Tree
+    """{"outer", "blocks"}: a `zero.Cut` for each leaf."""
+
+    def last_backward(self, stack: Stack, sums: Tree) -> tuple[Tree, Backward]:
+        """Sums of uncut leaves are reduced where they are, others into pieces of their own."""
+        cuts = self.cuts["blocks"]
+        if not any_cut(cuts):
+            return sums, partial(stack.leaving_backward, leave=_Once(None, self._layer))
+        leave = _Once(sums, lambda grads: self._layer(scatter(grads, cuts)))
+        return zero_pieces(sums, cuts), partial(stack.leaving_backward, leave=leave)
+
+    def rest(self, grads: dict[str, Tree]) -> dict[str, Tree]:
+        """The outer leaves; the blocks have been summed, layer by layer, in a buffer whose type could not show it."""
+        return self._agree(grads | {"outer": scatter(grads["outer"], self.cuts["outer"])})
+
+    def _agree(self, grads: dict[str, Tree]) -> dict[str, Tree]:
+        return {
+            "outer": self._each(self.all_reduce, "outer", grads["outer"]),
+            "blocks": self._each(agreed, "blocks", grads["blocks"]),
+        }
+
+    @jax.named_scope("reduce_gradients")
+    def _layer(self, grads: Tree) -> Tree:
+        """Sums of one layer's leaves, each by itself."""
+        return self._each(self.all_reduce, "blocks", grads)
+
+    def _each(self, sum_over: AllReduce, part: str, grads: Tree) -> Tree:
+        """`sum_over` of each leaf, over the axes along which replicas of it, or of its piece, have parts of the sum."""
+
+        def one(spec: P, cut: Cut, grad: jax.Array) -> jax.Array:
+            return sum_over(grad, tuple(a for a in reduction_axes(spec, self.token_axes) if a not in cut.axes))
+
+        return jax.tree.map(one, self.specs[part], self.cuts[part], grads, is_leaf=is_spec)
+
+
+@dataclass(frozen=True)
+class Scattered(Overlapped):
+    """Nothing whole is kept (ZeRO-2 and 3): each microbatch's gradients are scattered at once, and pieces added up.
+
+    What the cut does not name is summed once, over the pieces.
+    """
+
+    def outer(self, total: Tree, parts: Sequence[Tree]) -> tuple[Tree, Tree]:
+        new = self._whole(parts)
+        return add(total, scatter(new, self.cuts["outer"])), squares(new)
+
+    def backward(self, stack: Stack) -> Backward:
+        return partial(stack.leaving_backward, leave=self._leave(lambda grads: grads))
+
+    def last_backward(self, stack: Stack, sums: Tree) -> tuple[Tree, Backward]:
+        """Into the sums."""
+        return sums, partial(stack.leaving_backward, leave=self._leave(self._layer))
+
+    def rest(self, grads: dict[str, Tree]) -> dict[str, Tree]:
+        """The outer leaves' pieces."""
+        return self._agree(grads)
+
+    def _leave(self, finish: Callable[[Tree], Tree]) -> _Pieces:
+        return _Pieces(lambda grads: scatter(grads, self.cuts["blocks"]), finish, self.dtype)
+
+
+@dataclass(frozen=True)
+class _Once:
+    """A layer's sum over all microbatches leaves: what is in `before` (None: in the buffer itself), and the last one's."""
+
+    before: Tree | None
+    reduce: Callable[[Tree], Tree]
+
+    def ready(self, grads: Tree, at: Any, new: Tree) -> Tree:
+        return add(get(grads if self.before is None else self.before, at), new)
+
+    def put(self, grads: Tree, at: Any, ready: Tree) -> Tree:
+        return put(grads, at, self.reduce(ready))
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """A layer's gradient of one microbatch leaves, and its piece is added to the others."""
+
+    scatter: Callable[[Tree], Tree]
+    finish: Callable[[Tree], Tree]
+    dtype: Any
+
+    def ready(self, grads: Tree, at: Any, new: Tree) -> Tree:
+        return jax.tree.map(lambda x: x.astype(self.dtype), new)
+
+    def put(self, grads: Tree, at: Any, ready: Tree) -> Tree:
+        return put(grads, at, self.finish(add(get(grads, at), self.scatter(ready))))
+
+
 def _pieces(flat: jax.Array, length: int) -> Iterator[jax.Array]:
     for start in range(0, flat.size, length):
         yield flat[start : start + length]
 
 
-def _each(sum_over: AllReduce, specs: Tree, axes: Callable[[P], tuple[str, ...]], grads: Tree) -> Tree:
-    return jax.tree.map(lambda spec, grad: sum_over(grad, axes(spec)), specs, grads, is_leaf=is_spec)
+def make_reduction(parallel: ParallelConfig, specs: Tree, cuts: Tree, token_axes: tuple[str, ...]) -> Reduction:
+    """The configured reduction of gradients laid out by `specs`; for `token_axes` see `data.reduction_axes`.
 
-
-def make_reduction(parallel: ParallelConfig, specs: Tree, token_axes: tuple[str, ...]) -> Reduction:
-    """The configured reduction of gradients laid out by `specs`; for `token_axes` see `data.reduction_axes`."""
+    `cuts` says where leaves are cut; without one, every stage of ZeRO is stage 0.
+    """
     all_reduce: AllReduce = {
         "psum": lax.psum,
         "ring": ring_all_reduce,
         "two_way_ring": two_way_ring_all_reduce,
         "two_level": partial(two_level_all_reduce, inner=parallel.inner),
     }[parallel.all_reduce]
+    common = specs, token_axes, all_reduce, parallel.accumulate
     if parallel.reduction == "overlap":
-        return Overlapped(specs, token_axes, all_reduce)
+        return (Scattered if parallel.zero >= 2 else Overlapped)(*common, cuts)
     size = {"leaf": None, "bucket": parallel.bucket_mb * 1e6, "single": float("inf")}[parallel.reduction]
-    return AtOnce(specs, token_axes, all_reduce, size)
+    return AtOnce(*common, size)

@@ -1,10 +1,11 @@
 """A stage's layers: one scan forward, one scan back.
 
-The backward scan adds each layer's gradient to the accumulator in place. In a step's last backward pass the gradient of
-a layer is final as soon as its scan iteration ends, so it may leave for the other replicas while the layers before it
-are still being differentiated: iteration i reduces the gradient of layer i + 1, on which nothing in it depends. PyTorch
+The backward scan adds each layer's gradient to the accumulator in place. Where a microbatch's gradients leave for the
+other replicas, that of a layer is final as soon as its scan iteration ends, so it may travel while the layers before it
+are still being differentiated: iteration i sends the gradient of layer i + 1, on which nothing in it depends. PyTorch
 DDP does so with buckets and hooks (Li et al., arXiv:2006.15704, section 3.2.3); here a layer is the bucket, and the
-loop's carry is the hook.
+loop's carry is the hook. In the same way a layer's parameters may be on their way here while another layer is at work:
+that is for its `Supply` to say.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +28,64 @@ Layer = Callable[[Tree, jax.Array, tuple[jax.Array, jax.Array]], tuple[tuple[jax
 Ring = list[jax.Array]
 """What layers saved of the microbatches in flight, each array [slots, layers, ...]. Written and read a layer at a time,
 so that there is one copy of it."""
-Add = Callable[[Tree, Tree], Tree]
-Reduce = Callable[[Tree], Tree]
 Slope = tuple[jax.Array, Tree]
 """Derivatives of the objective by a layer's y and by its losses."""
+Hand = Tree
+"""What a supply fetched ahead."""
+
+
+class Supply(Protocol):
+    """Where a pass over the layers gets their parameters."""
+
+    ahead: int
+    """Layers before its turn that one is fetched: 0 or 1."""
+
+    def fetch(self, at: Any) -> Hand:
+        """Begin to get the layer at `at`."""
+        ...
+
+    def layer(self, hand: Hand, at: Any, kept: list[jax.Array]) -> Tree:
+        """Its parameters, from what was fetched and what the forward pass kept of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Resident:
+    """All layers are on this device: `blocks` has a leading layers dim."""
+
+    blocks: Tree
+    ahead: int = 0
+
+    def fetch(self, at: Any) -> Hand:
+        """Nothing to do."""
+        return ()
+
+    def layer(self, hand: Hand, at: Any, kept: list[jax.Array]) -> Tree:
+        """A slice."""
+        return get(self.blocks, at)
+
+
+class Weights(NamedTuple):
+    """A stage's layers as the two passes get them."""
+
+    count: int
+    """Layers of the stage."""
+    forward: Supply
+    backward: Supply
+    keeps: bool = False
+    """Whether the forward pass keeps the parameters that it fetched for the backward pass."""
+
+
+class Leave(Protocol):
+    """What becomes of a layer's gradients of a microbatch, where they leave for other replicas."""
+
+    def ready(self, grads: Tree, at: Any, new: Tree) -> Tree:
+        """What is sent once the layer at `at` has been differentiated."""
+        ...
+
+    def put(self, grads: Tree, at: Any, ready: Tree) -> Tree:
+        """Send it, and put what comes back into `grads`."""
+        ...
 
 
 class Back(NamedTuple):
@@ -40,14 +95,8 @@ class Back(NamedTuple):
     """Accumulated gradients of the parameters."""
     d_x: jax.Array
     """Gradient of the stage's input."""
-    squares: Tree = ()
-    """Of the last backward pass: each leaf's sum of squares before it was reduced, float32 []."""
-
-
-def layer_indices(blocks: Tree) -> jax.Array:
-    """Places in the model of this stage's layers: int32 [layers of the stage]."""
-    local = jax.tree.leaves(blocks)[0].shape[0]
-    return lax.axis_index("pp") * local + jnp.arange(local)
+    squares: Tree
+    """The sum of squares of each leaf's gradient of this microbatch, float32 []."""
 
 
 def total(per_layer: Tree) -> Tree:
@@ -55,110 +104,165 @@ def total(per_layer: Tree) -> Tree:
     return jax.tree.map(lambda v: jnp.sum(v, axis=0), per_layer)
 
 
-def run(layer: Layer, blocks: Tree, x: jax.Array, m: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree]:
+def add(tree: Tree, new: Tree) -> Tree:
+    """Sum in the dtype of `tree`."""
+    return jax.tree.map(lambda t, n: t + n.astype(t.dtype), tree, new)
+
+
+def only_where(valid: jax.Array, tree: Tree) -> Tree:
+    """Zeros in place of what belongs to no microbatch. `where`, not a product: an idle tick may hold nan."""
+    return jax.tree.map(lambda x: jnp.where(valid, x, jnp.zeros((), x.dtype)), tree)
+
+
+def _ascend(weights: Weights, step: Callable[[Any, Tree, Any], tuple[Any, Tree]], carry: Any) -> tuple[Any, Tree, Hand]:
+    """Walk up the layers: step(carry, params, at) -> (carry, sums). The last layers have nothing more to fetch.
+
+    Returns:
+        The carry, the sums over layers, and what was fetched of the last layer.
+    """
+    supply, count = weights.forward, weights.count
+
+    def body(carry: tuple[Any, Hand], at: jax.Array) -> tuple[tuple[Any, Hand], Tree]:
+        carry, hand = carry
+        ahead = supply.fetch(at + supply.ahead)
+        carry, sums = step(carry, supply.layer(hand, at, []), at)
+        return (carry, ahead), sums
+
+    (carry, hand), sums = lax.scan(body, (carry, supply.fetch(0)), jnp.arange(count - supply.ahead))
+    sums = total(sums)
+    for at in range(count - supply.ahead, count):
+        carry, more = step(carry, supply.layer(hand, at, []), jnp.int32(at))
+        sums = add(sums, more)
+    return carry, sums, hand
+
+
+def run(layer: Layer, weights: Weights, x: jax.Array, m: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree]:
     """The layers one after another, without gradients: ((y, losses), stats), summed over layers."""
 
-    def step(x: jax.Array, scanned: tuple[Tree, jax.Array]) -> tuple[jax.Array, Tree]:
-        params, index = scanned
-        (y, losses), stats = layer(params, x, (m, index))
+    def step(x: jax.Array, params: Tree, at: jax.Array) -> tuple[jax.Array, Tree]:
+        (y, losses), stats = layer(params, x, (m, _index(weights.count, at)))
         return y, (losses, stats)
 
-    y, sums = lax.scan(step, x, (blocks, layer_indices(blocks)))
-    losses, stats = total(sums)
+    y, (losses, stats), _ = _ascend(weights, step, x)
     return (y, losses), stats
+
+
+def _index(count: int, at: Any) -> jax.Array:
+    """The place in the model of this stage's layer at `at`: int32 []."""
+    return lax.axis_index("pp") * count + at
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The layers of a stage, differentiable. `blocks` is the stage's parameters with a leading layers dim."""
+    """The layers of a stage, differentiable."""
 
     layer: Layer
-    blocks: Tree
+    weights: Weights
     x: jax.Array
     """A layer's input; only its type matters."""
     m: jax.Array
     """A microbatch's index; only its type matters."""
 
     @cached_property
+    def first(self) -> Tree:
+        """Parameters of a layer; only their types matter."""
+        supply = self.weights.forward
+        return supply.layer(supply.fetch(0), 0, [])
+
+    @cached_property
     def halves(self) -> Halves:
         """Forward and backward pass of one layer."""
-        first = jax.tree.map(lambda p: p[0], self.blocks)
-        return halve(self.layer, first, self.x, (self.m, layer_indices(self.blocks)[0]))
+        return halve(self.layer, self.first, self.x, (self.m, _index(self.weights.count, jnp.int32(0))))
 
     def forward(
         self, x: jax.Array, m: jax.Array, ring: Ring, slot: jax.Array
-    ) -> tuple[tuple[jax.Array, Tree], Tree, Ring]:
-        """((y, losses), stats, ring): losses and stats summed over layers; what each layer saves is in `slot`."""
+    ) -> tuple[tuple[jax.Array, Tree], Tree, Ring, Hand]:
+        """((y, losses), stats, ring, hand): losses and stats summed over layers; what each layer saves is in `slot`."""
 
-        def step(carry: tuple[jax.Array, Ring], scanned: tuple) -> tuple[tuple[jax.Array, Ring], Tree]:
+        def step(carry: tuple[jax.Array, Ring], params: Tree, at: jax.Array) -> tuple[tuple[jax.Array, Ring], Tree]:
             x, ring = carry
-            params, at, index = scanned
-            (y, losses), stats, saved = self.halves.forward(params, x, (m, index))
-            ring = [_write(r, value, slot, at) for r, value in zip(ring, saved, strict=True)]
-            return (y, ring), (losses, stats)
+            (y, losses), stats, saved = self.halves.forward(params, x, (m, _index(self.weights.count, at)))
+            values = saved + (jax.tree.leaves(params) if self.weights.keeps else [])
+            return (y, [_write(r, value, slot, at) for r, value in zip(ring, values, strict=True)]), (losses, stats)
 
-        places = jnp.arange(self._count), layer_indices(self.blocks)
-        (y, ring), sums = lax.scan(step, (x, ring), (self.blocks, *places))
-        losses, stats = total(sums)
-        return (y, losses), stats, ring
+        (y, ring), (losses, stats), hand = _ascend(self.weights, step, (x, ring))
+        return (y, losses), stats, ring, hand
 
     def ring(self, slots: int) -> Ring:
-        """Zeros for what a stage's layers save of `slots` microbatches: each [slots, layers, ...]."""
-        return [zeros_of(kind, (slots, self._count)) for kind in self.halves.saved]
+        """Zeros for what a stage's layers save of `slots` microbatches: each [slots, layers, ...].
 
-    def backward(self, m: jax.Array, ring: Ring, slot: jax.Array, d: Slope, add: Add, grads: Tree) -> Back:
+        Kept parameters come last, in one slot, as they are the same for all.
+        """
+        kept = [jax.typeof(p) for p in jax.tree.leaves(self.first)] if self.weights.keeps else []
+        zeros = [zeros_of(kind, (slots, self.weights.count)) for kind in self.halves.saved]
+        return zeros + [zeros_of(kind, (1, self.weights.count)) for kind in kept]
+
+    def turn(self, hand: Hand) -> Hand:
+        """What a backward pass begins with right after a forward pass that ended with `hand`."""
+        return hand if self.weights.backward is self.weights.forward else self.begin_backward()
+
+    def begin_backward(self) -> Hand:
+        """What a backward pass begins with: the last layer."""
+        return self.weights.backward.fetch(self.weights.count - 1)
+
+    def backward(
+        self, m: jax.Array, ring: Ring, slot: jax.Array, d: Slope, valid: jax.Array, grads: Tree, hand: Hand
+    ) -> Back:
         """Add a microbatch's gradients to `grads`, which has a leading layers dim.
 
         Args:
             ring, slot: what `forward` saved of the microbatch.
             d: derivatives of the objective by the last layer's y and by every layer's losses.
-            add: (total, new) -> total of one layer.
+            valid: bool [], whether there is such a microbatch.
+            hand: what `turn` or `begin_backward` gives.
         """
+        del hand  # whoever adds up on this device has all layers here
 
-        def step(carry: tuple[jax.Array, Tree], at: jax.Array) -> tuple[tuple[jax.Array, Tree], None]:
+        def step(carry: tuple[jax.Array, Tree], at: jax.Array) -> tuple[tuple[jax.Array, Tree], Tree]:
             d_y, grads = carry
-            new, d_x = self._one(at, m, ring, slot, (d_y, d[1]))
-            return (d_x, _put(grads, at, add(_get(grads, at), new))), None
+            new, d_x = self._one(at, m, ring, slot, (d_y, d[1]), valid, ())
+            return (d_x, put(grads, at, add(get(grads, at), new))), squares(new)
 
-        (d_x, grads), _ = lax.scan(step, (d[0], grads), jnp.arange(self._count), reverse=True)
-        return Back(grads, d_x)
+        (d_x, grads), norms = lax.scan(step, (d[0], grads), jnp.arange(self.weights.count), reverse=True)
+        return Back(grads, d_x, total(norms))
 
-    def last_backward(
+    def leaving_backward(
         self,
         m: jax.Array,
         ring: Ring,
         slot: jax.Array,
         d: Slope,
-        add: Add,
+        valid: jax.Array,
         grads: Tree,
-        reduce: Reduce,
+        hand: Hand,
+        *,
+        leave: Leave,
     ) -> Back:
-        """The same for the step's last microbatch, and `reduce` of each layer's total while the next one is at work.
+        """The same, and each layer's gradients leave while the layer before it is at work."""
+        last, supply = self.weights.count - 1, self.weights.backward
 
-        The reduced gradients are typed as `grads` is.
-        """
-        last = self._count - 1
-
-        def step(carry: tuple[jax.Array, Tree, Tree], at: jax.Array) -> tuple[tuple[jax.Array, Tree, Tree], Tree]:
-            d_y, grads, ready = carry
-            new, d_x = self._one(at, m, ring, slot, (d_y, d[1]))
-            grads = _put(grads, at + 1, reduce(ready))
+        def step(carry: tuple, at: jax.Array) -> tuple[tuple, Tree]:
+            d_y, grads, ready, hand = carry
+            ahead = supply.fetch(jnp.maximum(at - supply.ahead, 0))
+            new, d_x = self._one(at, m, ring, slot, (d_y, d[1]), valid, hand)
+            grads = leave.put(grads, at + 1, ready)
             # read from what was just written: read before, XLA may copy all layers' totals to keep the old ones
-            return (d_x, grads, add(_get(grads, at), new)), squares(ready)
+            return (d_x, grads, leave.ready(grads, at, new), ahead), squares(new)
 
-        new, d_x = self._one(last, m, ring, slot, d)
-        ready = add(_get(grads, last), new)
-        (d_x, grads, ready), norms = lax.scan(step, (d_x, grads, ready), jnp.arange(last), reverse=True)
-        return Back(_put(grads, 0, reduce(ready)), d_x, jax.tree.map(jnp.add, total(norms), squares(ready)))
+        ahead = supply.fetch(max(last - supply.ahead, 0))
+        new, d_x = self._one(last, m, ring, slot, d, valid, hand)
+        carry = d_x, grads, leave.ready(grads, last, new), ahead
+        (d_x, grads, ready, _), norms = lax.scan(step, carry, jnp.arange(last), reverse=True)
+        return Back(leave.put(grads, 0, ready), d_x, add(total(norms), squares(new)))
 
-    @property
-    def _count(self) -> int:
-        return jax.tree.leaves(self.blocks)[0].shape[0]
-
-    def _one(self, at: Any, m: jax.Array, ring: Ring, slot: jax.Array, d: Slope) -> tuple[Tree, jax.Array]:
-        """Gradients by the parameters and the input of the layer at `at`."""
-        saved = [_read(r, slot, at) for r in ring]
-        return self.halves.backward(_get(self.blocks, at), (m, layer_indices(self.blocks)[at]), saved, d)
+    def _one(
+        self, at: Any, m: jax.Array, ring: Ring, slot: jax.Array, d: Slope, valid: jax.Array, hand: Hand
+    ) -> tuple[Tree, jax.Array]:
+        """Gradients by the parameters and the input of the layer at `at`; the former 0 unless `valid`."""
+        values, count = [_read(r, slot, at) for r in ring], len(self.halves.saved)
+        params = self.weights.backward.layer(hand, at, values[count:])
+        new, d_x = self.halves.backward(params, (m, _index(self.weights.count, at)), values[:count], d)
+        return only_where(valid, new), d_x
 
 
 def _write(ring: jax.Array, value: jax.Array, slot: jax.Array, at: jax.Array) -> jax.Array:
@@ -172,15 +276,16 @@ def _read(ring: jax.Array, slot: jax.Array, at: Any) -> jax.Array:
     return lax.dynamic_slice(ring, (slot % ring.shape[0], at, *(0 for _ in shape)), (1, 1, *shape)).reshape(shape)
 
 
-def _get(stacked: Tree, at: Any) -> Tree:
+def get(stacked: Tree, at: Any) -> Tree:
+    """One layer of a stack."""
     return jax.tree.map(lambda s: lax.dynamic_index_in_dim(s, at, keepdims=False), stacked)
 
 
-def _put(stacked: Tree, at: Any, values: Tree) -> Tree:
+def put(stacked: Tree, at: Any, values: Tree) -> Tree:
     """Write one layer's values; they vary as the buffer does."""
 
-    def put(buffer: jax.Array, value: jax.Array) -> jax.Array:
+    def one(buffer: jax.Array, value: jax.Array) -> jax.Array:
         value = varying(value, varying_axes(buffer))
         return lax.dynamic_update_index_in_dim(buffer, value, at, 0)
 
-    return jax.tree.map(put, stacked, values)
+    return jax.tree.map(one, stacked, values)

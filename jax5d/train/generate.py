@@ -79,7 +79,8 @@ def _next_token(trainer: Trainer) -> Callable[..., jax.Array]:
 
         work = model.work(batch, jax.random.key(0), rows * trainer.config.mesh.batch_shards)
         table = forward_only(trainer.config.mesh.pp, 1)
-        return pipeline.evaluate(table, replace(work, head=head), params, model.stream_zeros(batch)).head
+        opened = trainer.zero.opened(params)
+        return pipeline.evaluate(table, replace(work, head=head), opened, model.stream_zeros(batch)).head
 
     specs = (trainer.specs.params, BATCH_SPEC, P(), P(), P())
     mapped = jax.shard_map(body, mesh=trainer.mesh, in_specs=specs, out_specs=P(("dp", "ep")), check_vma=True)

@@ -23,13 +23,13 @@ from jax5d.parallel.data import (
     diverge,
     global_norm,
     is_spec,
-    squares,
     sum_over_shards,
     sum_over_varying,
 )
 from jax5d.parallel.noise import gradient_noise
 from jax5d.parallel.reduction import Reduction, make_reduction
 from jax5d.parallel.schedules import SCHEDULES, forward_only
+from jax5d.parallel.zero import Zero, make_zero
 from jax5d.train.optimizer import learning_rate, make_optimizer
 from jax5d.train.scaling import Dynamic, Fixed, Scaling
 
@@ -44,9 +44,12 @@ class TrainState:
 
     step: jax.Array
     params: Tree
+    """What the optimizer updates; in pieces under ZeRO."""
     opt_state: Tree
     loss_scale: Tree = ()
     """What dynamic loss scaling remembers; nothing without it."""
+    replica: Tree = ()
+    """ZeRO-1 and 2: what the model computes with, whole, in the computation's dtype; made of `params`."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +85,21 @@ class Trainer:
         return Model(self.config.model, self.config.mesh, self.config.parallel, platform)
 
     @cached_property
+    def zero(self) -> Zero:
+        """Who stores what, and what the model computes with."""
+        return make_zero(self.config, self.model.shapes, self.model.specs)
+
+    @cached_property
     def specs(self) -> TrainState:
         """PartitionSpecs of the state: the optimizer's leaves lie as their parameters do."""
-        params, specs = self.model.shapes, self.model.specs
+        params, specs = self.model.shapes, self.zero.stored
         shapes = jax.eval_shape(self.optimizer.init, params)
         opt_state = optax.tree.map_params(
             self.optimizer, lambda _, spec: spec, shapes, specs, transform_non_params=lambda _: P()
         )
         scale = jax.tree.map(lambda _: P(), self.scaling.init())
-        return TrainState(cast(Any, P()), specs, opt_state, scale)
+        replica = self.model.specs if self.zero.replicates else ()
+        return TrainState(cast(Any, P()), specs, opt_state, scale, replica)
 
     @cached_property
     def shardings(self) -> TrainState:
@@ -105,7 +114,7 @@ class Trainer:
     @cached_property
     def reduction(self) -> Reduction:
         """How gradients are summed over replicas."""
-        return make_reduction(self.config.parallel, self.specs.params, self.model.boundary.axes)
+        return make_reduction(self.config.parallel, self.model.specs, self.zero.cuts, self.model.boundary.axes)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -113,8 +122,10 @@ class Trainer:
         return NamedSharding(self.mesh, BATCH_SPEC)
 
     def _create(self) -> TrainState:
-        params = self.model.init(jax.random.key(self.config.seed))
-        return TrainState(jnp.int32(0), params, self.optimizer.init(params), self.scaling.init())
+        whole = self.model.init(jax.random.key(self.config.seed))
+        params = self.zero.padded(whole)
+        replica = self.zero.cast(whole) if self.zero.replicates else ()
+        return TrainState(jnp.int32(0), params, self.optimizer.init(params), self.scaling.init(), replica)
 
     @cached_property
     def shapes(self) -> TrainState:
@@ -131,6 +142,13 @@ class Trainer:
         shape = pieces, train.global_batch // pieces, train.seq_len
         ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
         return state, {"inputs": ids, "labels": ids}
+
+    @cached_property
+    def replica(self) -> jax.stages.Wrapped:
+        """Compiled params -> `TrainState.replica`."""
+        specs = self.specs.replica
+        body = self._shard_map(self.zero.replica, (self.specs.params,), specs)
+        return jax.jit(body, out_shardings=self.shardings.replica)
 
     def init(self) -> TrainState:
         """The state before the first step: bitwise the same on every mesh for one seed."""
@@ -180,29 +198,33 @@ class Trainer:
         (params, opt_state), scale, metrics = self.scaling.take(
             norm, new, (state.params, state.opt_state), state.loss_scale
         )
-        return TrainState(state.step + 1, params, opt_state, scale), metrics
+        replica = self.zero.replica(params) if self.zero.replicates else ()
+        return TrainState(state.step + 1, params, opt_state, scale, replica), metrics
 
     def _gradients(self, state: TrainState, batch: Batch) -> tuple[Tree, dict[str, jax.Array]]:
         """Local: params and batch are this device's shards."""
-        model, specs, axes = self.model, self.specs.params, self.model.boundary.axes
+        model, specs, axes = self.model, self.model.specs, self.model.boundary.axes
         key = jax.random.fold_in(jax.random.key(self.config.seed), state.step)
         count = batch["inputs"].shape[0]
         tokens = sum_over_shards(jnp.sum(batch["labels"] >= 0, dtype=jnp.int32))
         mean, scale = 1 / jnp.maximum(tokens, 1).astype(jnp.float32), self.scaling.factor(state.loss_scale)
+        own = diverge(state.params, specs, axes)
+        whole = diverge(state.replica, specs, axes) if self.zero.replicates else own
         result = pipeline.train(
             SCHEDULES[self.config.parallel.schedule](self.config.mesh.pp, count),
             model.work(batch, key, self._global_rows(batch)),
-            diverge(state.params, specs, axes),
+            self.zero.computed(whole),
+            whole if self.zero.stage < 2 else own,
             model.stream_zeros(batch),
             mean * scale,
             {name: scale * weight / count for name, weight in model.loss_weights().items()},
-            accumulate=jnp.dtype(self.config.parallel.accumulate),
-            reduce=self.reduction.layer,
+            reduction=self.reduction,
         )
-        before = {"outer": squares(result.outer_grads), "blocks": result.block_squares}
         with jax.named_scope("reduce_gradients"):
             grads = self.reduction.rest({"outer": result.outer_grads, "blocks": result.block_grads})
-        noise = gradient_noise(before, grads, specs, axes, self.config.train.global_batch)
+        noise = gradient_noise(
+            result.squares, grads, specs, self.specs.params, axes, batch=self.config.train.global_batch, pieces=count
+        )
         losses = {name: sum_over_varying(value) / count for name, value in result.losses.items()}
         stats = jax.tree.map(sum_over_varying, result.stats)
         metrics = {"loss": sum_over_shards(result.head) * mean, **losses, **stats}
@@ -213,7 +235,7 @@ class Trainer:
         count = batch["inputs"].shape[0]
         work = model.work(batch, jax.random.key(0), self._global_rows(batch))
         table = forward_only(self.config.mesh.pp, count)
-        result = pipeline.evaluate(table, work, params, model.stream_zeros(batch))
+        result = pipeline.evaluate(table, work, self.zero.opened(params), model.stream_zeros(batch))
         tokens = jnp.sum(batch["labels"] >= 0, dtype=jnp.int32)
         return {"loss_sum": sum_over_shards(result.head), "tokens": sum_over_shards(tokens)}
 
