@@ -29,10 +29,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 def gpu_options(reduction: str) -> dict[str, int]:
     """XLA's options for a step on GPUs, by name without dashes.
 
-    Where gradients leave layer by layer (parallel.reduction = overlap) a layer's are one message. Cut into several, as
-    XLA does beyond 30 MB, they follow one another, and the first may have only small kernels to hide behind.
+    Where gradients leave layer by layer (parallel.reduction = overlap) a layer's are one message, and so are its
+    parameters where they come so (ZeRO-3). Cut into several, as XLA does beyond 30 MB, they follow one another, and the
+    first may have only small kernels to hide behind.
     """
-    return {"xla_gpu_all_reduce_combine_threshold_bytes": 2**28} if reduction == "overlap" else {}
+    names = ("all_reduce", "all_gather", "reduce_scatter")
+    return {f"xla_gpu_{n}_combine_threshold_bytes": 2**28 for n in names} if reduction == "overlap" else {}
 
 
 def use_gpus(reduction: str = "overlap") -> None:
