@@ -32,7 +32,7 @@ def test_same_weights_on_every_mesh(mesh: dict[str, int], model: str) -> None:
     """B30: bitwise those of one device, which `weights` makes without a mesh; padding rows are 0 and left out."""
     run = config(mesh, vocab=VOCAB, sequence=True, **MODELS[model])
     params = trainer(run).init().params
-    assert digests(host(params, VOCAB)) == digests(weights(run.model))
+    assert digests(host(params, run.model)) == digests(weights(run.model))
     for table in ("wte", "head"):
         assert not np.any(np.asarray(params["outer"].get(table, np.zeros(0)))[VOCAB:])
 

@@ -16,11 +16,13 @@ from jax.sharding import PartitionSpec as P
 from tiny import RATE, batch, config, gradients, host, ids, put, start, trainer, weights
 from tiny import reference_gradients as plain
 
-from jax5d.config import MeshConfig, TrainConfig
+from jax5d.config import MeshConfig, ParallelConfig, TrainConfig
 from jax5d.mesh import make_mesh
 from jax5d.parallel import pipeline
 from jax5d.parallel.data import clip_by_norm, diverge, global_norm, varying
+from jax5d.parallel.reduction import make_reduction
 from jax5d.parallel.schedules import SCHEDULES
+from jax5d.parallel.stack import Resident, Weights
 from jax5d.train.optimizer import learning_rate
 from jax5d.train.step import Trainer
 
@@ -70,7 +72,9 @@ def accumulated(slopes: jax.Array, dtype: Any = jnp.float32, accumulate: Any = j
 
     def body(w: jax.Array, slopes: jax.Array) -> jax.Array:
         k = varying(jnp.ones((1, 1)), ("pp", "dp", "ep", "cp"))
-        params = {"outer": diverge({"w": w}, {"w": P()}, ()), "blocks": {"k": k}}
+        held = {"outer": diverge({"w": w}, {"w": P()}, ()), "blocks": {"k": k}}
+        supply = Resident(held["blocks"])
+        params = held | {"blocks": Weights(1, supply, supply)}
         x = varying(jnp.zeros((1, 1, 1)), ("pp", "dp", "ep", "cp"))
         work = pipeline.Work(
             embed=lambda outer, m: x * jnp.sum(outer["w"]),
@@ -78,9 +82,8 @@ def accumulated(slopes: jax.Array, dtype: Any = jnp.float32, accumulate: Any = j
             head=lambda outer, y, m: jnp.sum((outer["w"].astype(dtype) * slopes[m]).astype(jnp.float32)),
         )
         table = SCHEDULES["1f1b"](1, slopes.shape[0])
-        result = pipeline.train(
-            table, work, params, x, jnp.float32(1), {}, accumulate=jnp.dtype(accumulate), reduce=lambda grads: grads
-        )
+        reduction = make_reduction(ParallelConfig(reduction="leaf", accumulate=accumulate), {}, {}, ())
+        result = pipeline.train(table, work, params, held, x, jnp.float32(1), {}, reduction=reduction)
         return lax.psum(result.outer_grads["w"], ("pp", "dp", "ep", "cp"))
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P())

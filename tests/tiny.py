@@ -132,9 +132,7 @@ def start(run: RunConfig, params: Tree | None = None) -> TrainState:
     """A state on the run's mesh from host parameters without padding; default: the initial ones."""
     proof = trainer(run)
     params = weights(run.model, run.seed) if params is None else params
-    params = jax.tree.map(lambda x, padded: pad_to(x, padded.shape), params, proof.model.shapes)
-    state = TrainState(np.int32(0), params, proof.optimizer.init(params), proof.scaling.init())
-    return jax.device_put(state, proof.shardings)
+    return proof.begin(jax.tree.map(lambda x, padded: pad_to(x, padded.shape), params, proof.model.shapes))
 
 
 def gradients(state: TrainState) -> Tree:
@@ -142,13 +140,12 @@ def gradients(state: TrainState) -> Tree:
     return state.opt_state[0].grads
 
 
-def host(tree: Tree, vocab: int | None = None) -> Tree:
-    """NumPy copies; with `vocab`, the tables of tokens without their padding."""
+def host(tree: Tree, model: ModelConfig | None = None) -> Tree:
+    """NumPy copies; with `model`, of its parameters without their padding."""
     tree = jax.tree.map(np.array, tree)
-    if vocab is not None:
-        outer = tree["outer"]
-        outer |= {name: outer[name][:vocab] for name in ("wte", "head") if name in outer}
-    return tree
+    if model is None:
+        return tree
+    return jax.tree.map(lambda x, true: x[tuple(slice(n) for n in true.shape)], tree, weights(model))
 
 
 _reference = jax.jit(jax.value_and_grad(reference.objective, has_aux=True), static_argnames="config")
@@ -237,17 +234,17 @@ def check_equivalent(
     proof, data = trainer(run), batch(run, inputs, labels)
     state = start(run, params)
     on_mesh = jax.device_put(data, proof.batch_sharding)
-    vocab, first = run.model.vocab, {}
-    for number, want in enumerate(reference_steps(run, host(state.params, vocab), data, steps)):
+    first = {}
+    for number, want in enumerate(reference_steps(run, host(state.params, run.model), data, steps)):
         state, metrics = proof.step(state, on_mesh)
         if number == 0:
             first = metrics
             for key in ("loss", "aux_loss", "router_z_loss") if run.model.experts else ("loss",):
                 chex.assert_trees_all_close(float(metrics[key]), float(want.metrics[key]), rtol=1e-6, atol=0)
-            assert_close(host(gradients(state), vocab), want.grads, 2e-6)
+            assert_close(host(gradients(state), run.model), want.grads, 2e-6)
             assert_shards(gradients(state), want.grads, relative=2e-6)
             norm = float(optax.tree.norm(want.grads))
             chex.assert_trees_all_close(float(metrics["grad_norm"]), norm, rtol=1e-6, atol=0)
-    chex.assert_trees_all_close(host(state.params, vocab), want.params, rtol=0, atol=1e-5)
+    chex.assert_trees_all_close(host(state.params, run.model), want.params, rtol=0, atol=1e-5)
     assert_shards(state.params, want.params, absolute=1e-5)
     return state, first

@@ -6,7 +6,7 @@ import math
 
 from jax5d.config.errors import ConfigError, at_least, check_choices, divides
 from jax5d.config.model import check_model
-from jax5d.config.run import AXES, PROFILE_LIMIT, MeshConfig, RunConfig
+from jax5d.config.run import AXES, PROFILE_LIMIT, MeshConfig, ParallelConfig, RunConfig
 
 
 def check(config: RunConfig) -> None:
@@ -36,6 +36,7 @@ def check(config: RunConfig) -> None:
     check_layout(config)
     _check_batch(config)
     _check_reduction(config)
+    _check_zero(config.parallel)
 
 
 def _check_profile(steps: int, first: int, of: int) -> None:
@@ -68,6 +69,23 @@ def _check_reduction(config: RunConfig) -> None:
         replicas = {"dp x cp": mesh.dp * mesh.cp} if config.model.experts else {}
         for axes, size in {"dp x ep x cp": mesh.dp * mesh.ep * mesh.cp, **replicas}.items():
             divides("parallel.inner", parallel.inner, axes, size, "give a divisor of it")
+
+
+def _check_zero(parallel: ParallelConfig) -> None:
+    """ZeRO has a group to share out over, and sums of its own."""
+    axes = parallel.zero_axes
+    if not axes or len(set(axes)) < len(axes):
+        raise ConfigError(
+            f"parallel.zero_axes={' '.join(axes) or 'none'} is no group of data axes; give one or more of dp, ep, cp, "
+            "each once, or --parallel.zero 0 to share nothing out"
+        )
+    for name, needed in {"reduction": "overlap", "all_reduce": "psum"}.items():
+        value = getattr(parallel, name)
+        if parallel.zero and value != needed:
+            raise ConfigError(
+                f"parallel.{name}={value} sums whole gradients, but with parallel.zero={parallel.zero} a device keeps a "
+                f"piece of the sum; use --parallel.{name} {needed} or --parallel.zero 0"
+            )
 
 
 def check_layout(config: RunConfig) -> None:

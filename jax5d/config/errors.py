@@ -30,4 +30,4 @@ def check_choices(part: str, options: Any) -> None:
         choices = get_args(get_args(kind)[0] if several else kind)
         for value in getattr(options, name) if several else (getattr(options, name),):
             if choices and value not in choices:
-                raise ConfigError(f"{part}.{name}={value!r} is not known; choose of {', '.join(choices)}")
+                raise ConfigError(f"{part}.{name}={value!r} is not known; choose of {', '.join(map(str, choices))}")

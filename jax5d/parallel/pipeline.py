@@ -22,8 +22,8 @@ from jax5d.parallel.agree import agreed
 from jax5d.parallel.data import squares, varying, varying_axes, zeros_of
 from jax5d.parallel.reduction import Reduction
 from jax5d.parallel.schedules import Table, Tick, phases
-from jax5d.parallel.stages import from_last, is_first, is_last, step_to
 from jax5d.parallel.stack import Back, Hand, Layer, Ring, Stack, add, only_where, run
+from jax5d.parallel.stages import from_last, is_first, is_last, step_to
 
 Tree = Any
 
@@ -208,7 +208,9 @@ def train(
     }
     for ticks in phases(table.ticks[:-1]):
         layers = reduction.backward(stack)
-        carry, _ = lax.scan(lambda carry, row, layers=layers: (step.tick(carry, row, layers), None), carry, _rows(ticks))
+        carry, _ = lax.scan(
+            lambda carry, row, layers=layers: (step.tick(carry, row, layers), None), carry, _rows(ticks)
+        )
     # the last tick's work may depend on nothing before it, and XLA would do both at once: in twice the memory, and on
     # CPU devices with the collectives of both in any order, which ends the process
     last = jax.tree.map(lambda rows: rows[0] + carry["zero"], _rows(table.ticks[-1:]))

@@ -1,11 +1,12 @@
-"""The one sum of a step's gradients over the replicas: in which pieces it is sent, and when.
+"""The sum of a step's gradients over the replicas: in which pieces it is sent, and when.
 
 - *overlap*: layer by layer, while the layer before is still being differentiated; the embedding's last.
 - *leaf*: every gradient array by itself, when all are there.
 - *bucket*: all gradients laid end to end and cut into pieces of one size: fewer, larger messages.
 - *single*: all gradients in one buffer.
 
-The sum itself is XLA's all-reduce or one of the rings of `jax5d.parallel.ring`.
+The sum itself is XLA's all-reduce or one of the rings of `jax5d.parallel.ring`; under ZeRO, which overlaps, it is a
+reduce-scatter: of a step's sums at stage 1, of each microbatch's gradients from stage 2 on, so that no sum is kept whole.
 """
 
 from __future__ import annotations
@@ -180,9 +181,10 @@ class Scattered(Overlapped):
 
 @dataclass(frozen=True)
 class _Once:
-    """A layer's sum over all microbatches leaves: what is in `before` (None: in the buffer itself), and the last one's."""
+    """A layer's sum over all microbatches leaves."""
 
     before: Tree | None
+    """Sums of all but the last microbatch; None: they are in the buffer itself."""
     reduce: Callable[[Tree], Tree]
 
     def ready(self, grads: Tree, at: Any, new: Tree) -> Tree:

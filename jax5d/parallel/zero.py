@@ -2,11 +2,11 @@
 
 Rajbhandari et al., arXiv:1910.02054, section 5. Stage 1 cuts the optimizer's state and the parameters that it updates,
 stage 2 also the sums of gradients, stage 3 also the parameters that the model computes with (FSDP; Zhao et al.,
-arXiv:2304.11277). A leaf is cut along one dim, over every data axis that its spec does not name, and each device owns one
-piece: `scatter` brings it the piece's summed gradient, `gather` gives all devices the whole leaf again.
+arXiv:2304.11277). A leaf is cut along one dim, over every data axis that its spec does not name, and each device owns
+one piece: `scatter` brings it the piece's summed gradient, `gather` gives all devices the whole leaf again.
 
-At stage 3 a layer is gathered while the layer before it is at work (`Gathered`). Sharding over some of the data axes only
-(`parallel.zero_axes`) is hybrid sharding: the pieces are then alike along the other axes, and gradients are summed there.
+At stage 3 a layer is gathered while the layer before it is at work (`Gathered`). Sharding over some of the data axes
+only (`parallel.zero_axes`) is hybrid sharding: pieces are then alike along the others, and gradients summed there.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _is_cut(x: object) -> bool:
 def cut_of(shape: tuple[int, ...], spec: P, axes: tuple[str, ...], sizes: dict[str, int]) -> Cut:
     """The cut of a leaf over those of `axes` that its spec does not name: along the dim that needs least padding.
 
-    Of equals the first. A dim that is split already is cut only where no padding is needed, since padding would move the
-    split. Layers are never cut: a spec that begins with "pp" is a stack's.
+    Of equals the first. A dim that is split already is cut only where no padding is needed, since padding would move
+    the split. Layers are never cut: a spec that begins with "pp" is a stack's.
     """
     axes = tuple(a for a in axes if a not in spec_axes(spec))
     n, parts = prod(sizes[a] for a in axes), _parts(spec, len(shape))
@@ -249,5 +249,7 @@ def make_zero(config: RunConfig, shapes: Tree, specs: Tree) -> Zero:
     stage = parallel.zero if prod(sizes[a] for a in parallel.zero_axes) > 1 else 0
     axes = tuple(a for a in AXES if a in parallel.zero_axes and stage)
     cuts = jax.tree.map(lambda spec, x: cut_of(x.shape, spec, axes, sizes), specs, shapes, is_leaf=is_spec)
-    stored = jax.tree.map(lambda spec, cut, x: stored_spec(spec, cut, len(x.shape)), specs, cuts, shapes, is_leaf=is_spec)
+    stored = jax.tree.map(
+        lambda spec, cut, x: stored_spec(spec, cut, len(x.shape)), specs, cuts, shapes, is_leaf=is_spec
+    )
     return Zero(stage, specs, cuts, stored, sizes, config.model.dtype, parallel.regather)

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class Checkpoints:
 
         Raises `SaveError`, also for what an earlier write in the background ran into.
         """
-        needed, free = sum(x.nbytes for x in jax.tree.leaves(state)), shutil.disk_usage(self.folder).free
+        needed, free = sum(x.nbytes for x in jax.tree.leaves(_tree(state))), shutil.disk_usage(self.folder).free
         if free < needed:  # a write that stops half-way would only say so later, and less clearly
             raise SaveError(f"no checkpoint could be written to {self.folder}: {needed} bytes needed, {free} free")
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(_tree(state)), about=ocp.args.JsonSave(self.about))
@@ -108,29 +109,28 @@ class Checkpoints:
             self._manager.close()
 
     def restore(self, step: int) -> TrainState:
-        """The state of `step`, laid out for this trainer's mesh: layers, vocabulary padding and all.
+        """The state of `step`, laid out for this trainer's mesh and ZeRO stage: layers, padding and all.
 
         Raises:
             ConfigError: a leaf has another shape or dtype than this configuration's; names it and both.
         """
-        _check_same(self.about, read_about(self.folder, step), self.folder)
-        state = self.trainer.shapes
-        target = jax.tree.map(
-            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), state, self.trainer.shardings
+        about = read_about(self.folder, step)
+        _check_same(self.about, about, self.folder)
+        target = _tree(self.trainer.arguments[0])
+        _check_leaves(
+            target, _saved(self.folder, step), _unpadded(self.trainer), config_from(about["config"]).mesh.size
         )
-        _check_leaves(_tree(target), _saved(self.folder, step), self.trainer.config.model.vocab)
         args = jax.tree.map(
             lambda t: ocp.ArrayRestoreArgs(sharding=t.sharding, global_shape=t.shape, dtype=t.dtype, strict=False),
-            _tree(target),
+            target,
         )
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.PyTreeRestore(_tree(target), args))
-        )
-        return TrainState(**restored["state"])
+        restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.PyTreeRestore(target, args)))
+        return self.trainer.completed(TrainState(**restored["state"]))
 
 
 def _tree(state: TrainState) -> dict[str, Tree]:
-    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    """What is saved: all but the copy that is made of the parameters."""
+    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name != "replica"}
 
 
 def newest(folder: Path) -> int | None:
@@ -181,7 +181,7 @@ def from_checkpoint(
     if step is None:
         raise ConfigError(f"{folder} holds no checkpoint; give the checkpoints folder of a run")
     about = read_about(folder, step)
-    config = dataclasses.replace(config_from(about["config"]), mesh=mesh)
+    config = replace(config_from(about["config"]), mesh=mesh)
     check_layout(config)
     trainer = Trainer.create(config, mesh=make_mesh(mesh, devices))
     with Checkpoints(folder, trainer, about["data"], read_only=True) as checkpoints:
@@ -250,16 +250,23 @@ def _saved(folder: Path, step: int) -> dict[str, Any]:
     }
 
 
-def _check_leaves(target: Tree, saved: dict[str, Any], vocab: int) -> None:
-    """Every leaf's shape and dtype; only the padding of the vocabulary may differ."""
-    for path, leaf in jax.tree.leaves_with_path(target):
+def _unpadded(trainer: Trainer) -> dict[str, Tree]:
+    """Shapes of the state on one device, where nothing is padded."""
+    return _tree(Trainer(replace(trainer.config, mesh=MeshConfig()), trainer.mesh, trainer.optimizer).shapes)
+
+
+def _check_leaves(target: Tree, saved: dict[str, Any], unpadded: Tree, devices: int) -> None:
+    """Every leaf's shape and dtype; only padding may differ, which is less than one row for each of its `devices`."""
+    for (path, leaf), true in zip(jax.tree.leaves_with_path(target), jax.tree.leaves(unpadded), strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         there = saved.pop(name, None)
         if there is None:
-            raise ConfigError(f"the checkpoint has no {name} {leaf.shape}; it is of another model or optimizer")
-        shape, rows = tuple(there.shape), name.split(".")[-1] in ("wte", "head")
-        same = shape[1:] == leaf.shape[1:] and min(shape[0], leaf.shape[0]) >= vocab if rows else shape == leaf.shape
+            raise ConfigError(f"the checkpoint has no {name} {true.shape}; it is of another model or optimizer")
+        shape = tuple(there.shape)
+        same = len(shape) == len(true.shape) and all(
+            n <= m < n + devices for n, m in zip(true.shape, shape, strict=True)
+        )
         if not same or np.dtype(there.dtype) != leaf.dtype:
-            raise ConfigError(f"{name} is {leaf.dtype} {leaf.shape} here but {there.dtype} {shape} in the checkpoint")
+            raise ConfigError(f"{name} is {leaf.dtype} {true.shape} here but {there.dtype} {shape} in the checkpoint")
     if saved:
         raise ConfigError(f"the checkpoint has {next(iter(saved))}, which this configuration has not")

@@ -96,6 +96,12 @@ def fit(trainer: Trainer, data: Data, folder: Path, console: Console) -> Run:
     """
     saved = check_resume(folder / "checkpoints", trainer.config, data.record)
     start = saved or 0
+    parallel = trainer.config.parallel
+    if parallel.zero > trainer.zero.stage:
+        axes = " = ".join(parallel.zero_axes)
+        _say(
+            console, f"parallel.zero={parallel.zero} has nothing to share out where {axes} = 1: the run is one without"
+        )
     with Checkpoints(folder / "checkpoints", trainer, data.record) as checkpoints:
         state = trainer.init() if saved is None else _go_on(checkpoints, saved, console)
         with (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -122,7 +122,9 @@ class Trainer:
         return NamedSharding(self.mesh, BATCH_SPEC)
 
     def _create(self) -> TrainState:
-        whole = self.model.init(jax.random.key(self.config.seed))
+        return self._begin(self.model.init(jax.random.key(self.config.seed)))
+
+    def _begin(self, whole: Tree) -> TrainState:
         params = self.zero.padded(whole)
         replica = self.zero.cast(whole) if self.zero.replicates else ()
         return TrainState(jnp.int32(0), params, self.optimizer.init(params), self.scaling.init(), replica)
@@ -143,18 +145,22 @@ class Trainer:
         ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
         return state, {"inputs": ids, "labels": ids}
 
-    @cached_property
-    def replica(self) -> jax.stages.Wrapped:
-        """Compiled params -> `TrainState.replica`."""
-        specs = self.specs.replica
-        body = self._shard_map(self.zero.replica, (self.specs.params,), specs)
-        return jax.jit(body, out_shardings=self.shardings.replica)
+    def completed(self, state: TrainState) -> TrainState:
+        """A state whose replica is made of its parameters: what a checkpoint leaves out."""
+        if not self.zero.replicates:
+            return state
+        body = self._shard_map(self.zero.replica, (self.specs.params,), self.specs.replica)
+        return replace(state, replica=jax.jit(body, out_shardings=self.shardings.replica)(state.params))
 
     def init(self) -> TrainState:
         """The state before the first step: bitwise the same on every mesh for one seed."""
         # it runs once, and what the compiler makes faster could depend on the shards' shapes in the last bit
         plainly = {"xla_backend_optimization_level": 0}
         return jax.jit(self._create, out_shardings=self.shardings, compiler_options=plainly)()
+
+    def begin(self, params: Tree) -> TrainState:
+        """The state before the first step, with given parameters: whole, global, at the shapes of `model.shapes`."""
+        return jax.jit(self._begin, out_shardings=self.shardings)(params)
 
     @cached_property
     def step(self) -> jax.stages.Wrapped:
