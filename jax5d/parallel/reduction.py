@@ -5,8 +5,8 @@
 - *bucket*: all gradients laid end to end and cut into pieces of one size: fewer, larger messages.
 - *single*: all gradients in one buffer.
 
-The sum itself is XLA's all-reduce or one of the rings of `jax5d.parallel.ring`; under ZeRO, which overlaps, it is a
-reduce-scatter: of a step's sums at stage 1, of each microbatch's gradients from stage 2 on, so that no sum is kept whole.
+The sum itself is XLA's all-reduce or one of the rings of `jax5d.parallel.ring`. Under ZeRO, which overlaps, it is a
+reduce-scatter: of a step's sums at stage 1; from stage 2 on of each microbatch's gradients, so that no sum is whole.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,10 @@ Hand = Tree
 class Supply(Protocol):
     """Where a pass over the layers gets their parameters."""
 
-    ahead: int
-    """Layers before its turn that one is fetched: 0 or 1."""
+    @property
+    def ahead(self) -> int:
+        """Layers before its turn that one is fetched: 0 or 1."""
+        ...
 
     def fetch(self, at: Any) -> Hand:
         """Begin to get the layer at `at`."""
@@ -54,7 +56,7 @@ class Resident:
     """All layers are on this device: `blocks` has a leading layers dim."""
 
     blocks: Tree
-    ahead: int = 0
+    ahead: ClassVar[int] = 0
 
     def fetch(self, at: Any) -> Hand:
         """Nothing to do."""
