@@ -37,10 +37,8 @@ Hand = Tree
 class Supply(Protocol):
     """Where a pass over the layers gets their parameters."""
 
-    @property
-    def ahead(self) -> int:
-        """Layers before its turn that one is fetched: 0 or 1."""
-        ...
+    ahead: ClassVar[int]
+    """Layers before its turn that one is fetched: 0 or 1."""
 
     def fetch(self, at: Any) -> Hand:
         """Begin to get the layer at `at`."""
