@@ -65,7 +65,8 @@ class Resident:
         return get(self.blocks, at)
 
 
-class Weights(NamedTuple):
+@dataclass(frozen=True)
+class Weights:
     """A stage's layers as the two passes get them."""
 
     count: int
