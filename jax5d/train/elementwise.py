@@ -154,7 +154,7 @@ def _spelled(path: tuple[Any, ...]) -> str:
 
 
 def _of_no_leaf(aval: Any) -> Origin:
-    return Table() if aval.shape else Uniform()
+    return Uniform() if aval.size == 1 else Table()
 
 
 @dataclass
