@@ -16,8 +16,10 @@ from optax import contrib
 from tiny import config, trainer
 
 from jax5d.config import ConfigError
+from jax5d.mesh import make_mesh
 from jax5d.train.elementwise import by_parameter, check_elementwise
 from jax5d.train.optimizer import decay_mask, make_optimizer
+from jax5d.train.step import Trainer
 
 Tree = Any
 RATE = 0.1
@@ -80,6 +82,7 @@ ACCEPTED: dict[str, optax.GradientTransformation] = {
     "sgd": optax.sgd(RATE, 0.9, nesterov=True),
     "sign_sgd": optax.sign_sgd(RATE),
     "signum": optax.signum(RATE),
+    "yogi": optax.yogi(RATE),
 }
 
 REFUSED: dict[str, tuple[optax.GradientTransformation, str]] = {
@@ -153,7 +156,9 @@ def test_others_are_refused_by_reason(name: str) -> None:
         check_elementwise(optimizer, shapes())
     message = str(caught.value)
     assert "\n" not in message
-    assert message.endswith("leave clipping by norm to train.clip, or set parallel.zero=0")
+    assert message.endswith(
+        "leave clipping by norm to train.clip, or keep parameters whole by parallel.zero=0 on dp and cp alone"
+    )
 
 
 def leafwise(rule: Callable[[jax.Array], jax.Array]) -> optax.GradientTransformation:
@@ -205,17 +210,6 @@ def test_leaves_stay_apart() -> None:
         check_elementwise(crossed(lambda a, b: b), {"a": kind, "b": kind})
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [optax.yogi(RATE), optax.adam(RATE, eps=0.0), leafwise(lambda g: g + 1)],
-    ids=["momentum that starts above 0", "0 / 0", "constant"],
-)
-def test_padding_stays_zero(optimizer: optax.GradientTransformation) -> None:
-    """An entry that is 0 and has no gradient must not move."""
-    with pytest.raises(ConfigError, match=r"moves padding, which must stay 0: \S+ by"):
-        check_elementwise(optimizer, shapes())
-
-
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_own_optimizers_on_a_model(kind: str) -> None:
     """What a run makes of its configuration, for a model's parameters."""
@@ -231,3 +225,17 @@ def test_state_by_parameter() -> None:
         state = jax.eval_shape(optimizer.init, kinds)
         found = by_parameter(optimizer, state, jax.tree.map(lambda n: P(f"axis{n}"), specs), P("axis0"))
         assert jax.tree.leaves(found)[: len(want)] == [P(f"axis{n}") for n in want]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "refused"), [({"dp": 2}, 0, False), ({"dp": 2}, 1, True), ({"tp": 2}, 0, True)]
+)
+def test_a_trainer_asks_where_a_device_holds_parts(mesh: dict[str, int], zero: int, refused: bool) -> None:
+    """Muon's matrices are whole on replicas, and in pieces under ZeRO or tensor parallelism."""
+    run = config(mesh, zero=zero)
+    make = lambda: Trainer.create(run, mesh=make_mesh(run.mesh, jax.devices()[:2]), optimizer=contrib.muon(RATE))  # noqa: E731
+    if not refused:
+        assert make().zero.stage == 0
+        return
+    with pytest.raises(ConfigError, match="not elementwise"):
+        make()

@@ -33,6 +33,11 @@ def spec_axes(spec: P) -> tuple[str, ...]:
     return tuple(a for part in spec if part is not None for a in ((part,) if isinstance(part, str) else part))
 
 
+def split_axes(specs: Tree) -> set[str]:
+    """Mesh axes that any spec of a tree names."""
+    return {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for axis in spec_axes(spec)}
+
+
 def reduction_axes(spec: P, token_axes: tuple[str, ...]) -> tuple[str, ...]:
     """Axes over which a gradient must be summed: pp, dp, ep, cp and `token_axes`, less those that its spec names.
 
