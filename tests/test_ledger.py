@@ -130,6 +130,53 @@ def test_step_of_llama_equals_theory(mesh: dict[str, int], options: dict[str, An
     assert of_step(run) == StepTraffic(run).table()
 
 
+CUBE = {"pp": 2, "dp": 2, "tp": 2}
+ZERO: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "dp8": ({"dp": 8}, {}),
+    "llama": ({"dp": 2, "cp": 2}, {"architecture": "llama", "remat": "selective", "dropout": 0.1, "tied": False}),
+    "sequence": ({"dp": 4, "tp": 2}, {"sequence": True, "remat": "full"}),
+    "1f1b": (CUBE, {"microbatches": 4, "dtype": "bfloat16"}),
+    "afab": (CUBE, {"microbatches": 4, "schedule": "afab", "all_reduce": "ring"}),
+    "one layer a stage": ({"pp": 4, "dp": 2}, {"microbatches": 2}),
+    "five axes": (FIVE, {"moe": True, "microbatches": 2, "sequence": True, "remat": "full"}),
+    "experts": ({"ep": 2, "dp": 2, "cp": 2}, {"moe": True, "remat": "full", "save": ("qkv", "mlp_in")}),
+    "over ep": ({"ep": 2, "dp": 2, "cp": 2}, {"moe": True, "zero_axes": ("ep",)}),
+    "over dp": ({"ep": 2, "dp": 2, "cp": 2}, {"zero_axes": ("dp",), "all_reduce": "two_way_ring"}),
+    "over cp and dp": ({"ep": 2, "dp": 2, "cp": 2}, {"zero_axes": ("cp", "dp"), "microbatches": 2}),
+    "along nothing": ({"cp": 2}, {"zero_axes": ("dp", "ep")}),
+    "one device": ({}, {"microbatches": 2}),
+    "zeros behind": ({"dp": 4}, {"d_model": 30, "heads": 2, "vocab": 97, "microbatches": 2}),
+    "16 bits": ({"dp": 2, "tp": 2}, {"dtype": "bfloat16", "accumulate": "bfloat16", "remat": "full", "save": ()}),
+    "kept": (CUBE, {"regather": False, "microbatches": 2}),
+}
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("mesh", "options"), ZERO.values(), ids=ZERO)
+def test_step_of_zero_equals_theory(mesh: dict[str, int], options: dict[str, Any], zero: int) -> None:
+    """Gathers and scatters of every stage, and what is still summed."""
+    run = config(mesh, zero=zero, **options)
+    assert of_step(run) == StepTraffic(run).table()
+
+
+def test_traffic_of_zero_by_hand() -> None:
+    """dp 4, 2 layers of 12 d^2 + 13 d parameters, of which 11 d are biases; all divide by 4, so 3 N bytes are (n-1)/n K.
+
+    Stages 1 and 2 scatter N and gather N: as many bytes as a sum of N. Stage 3 gathers N for the forward pass; then the
+    layer before the last without biases, as the last is there, and the first once more, since the loop runs ahead.
+    """
+    d = 32
+    layer, biases = 12 * d * d + 13 * d, 11 * d
+    n = (96 + 32 + 2) * d + 2 * layer
+    sent = []
+    for zero in range(4):
+        run = config({"dp": 4}, layers=2, zero=zero, reduction="overlap")
+        found = {entry.op: int(entry.wire_bytes) for entry in of_step(run)}
+        sent.append((found.get("psum_scatter", 0), found.get("all_gather", 0)))
+        assert (found["psum"] > 2 * 3 * n) == (zero == 0)
+    assert sent == [(0, 0), (3 * n, 3 * n), (3 * n, 3 * n), (3 * n, 3 * n + 2 * 3 * (layer - biases))]
+
+
 def test_step_with_capacity_equals_theory() -> None:
     """An expert's slots follow from the capacity: ceil(1.0 x 8 x 2 / 4) = 4 a group instead of 8."""
     run = config(FIVE, moe=True, capacity_factor=1.0, group=8)
