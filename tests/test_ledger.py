@@ -136,12 +136,12 @@ ZERO: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "llama": ({"dp": 2, "cp": 2}, {"architecture": "llama", "remat": "selective", "dropout": 0.1, "tied": False}),
     "sequence": ({"dp": 4, "tp": 2}, {"sequence": True, "remat": "full"}),
     "1f1b": (CUBE, {"microbatches": 4, "dtype": "bfloat16"}),
-    "afab": (CUBE, {"microbatches": 4, "schedule": "afab", "all_reduce": "ring"}),
+    "afab": (CUBE, {"microbatches": 4, "schedule": "afab"}),
     "one layer a stage": ({"pp": 4, "dp": 2}, {"microbatches": 2}),
     "five axes": (FIVE, {"moe": True, "microbatches": 2, "sequence": True, "remat": "full"}),
     "experts": ({"ep": 2, "dp": 2, "cp": 2}, {"moe": True, "remat": "full", "save": ("qkv", "mlp_in")}),
     "over ep": ({"ep": 2, "dp": 2, "cp": 2}, {"moe": True, "zero_axes": ("ep",)}),
-    "over dp": ({"ep": 2, "dp": 2, "cp": 2}, {"zero_axes": ("dp",), "all_reduce": "two_way_ring"}),
+    "over dp": ({"ep": 2, "dp": 2, "cp": 2}, {"zero_axes": ("dp",)}),
     "over cp and dp": ({"ep": 2, "dp": 2, "cp": 2}, {"zero_axes": ("cp", "dp"), "microbatches": 2}),
     "along nothing": ({"cp": 2}, {"zero_axes": ("dp", "ep")}),
     "one device": ({}, {"microbatches": 2}),
@@ -170,7 +170,7 @@ def test_traffic_of_zero_by_hand() -> None:
     n = (96 + 32 + 2) * d + 2 * layer
     sent = []
     for zero in range(4):
-        run = config({"dp": 4}, layers=2, zero=zero, reduction="overlap")
+        run = config({"dp": 4}, layers=2, zero=zero)
         found = {entry.op: int(entry.wire_bytes) for entry in of_step(run)}
         sent.append((found.get("psum_scatter", 0), found.get("all_gather", 0)))
         assert (found["psum"] > 2 * 3 * n) == (zero == 0)

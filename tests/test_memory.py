@@ -195,7 +195,7 @@ def test_pieces_of_a_leaf():
     assert piece((5, 6), (), ()).size == min(2 * 6, 5 * 2)
     assert piece((97, 30), (), ()).size == 25 * 30  # 3 of 100 rows are zeros; 2 of 32 columns would be more
     assert piece((8, 6), ("pp", "tp"), ()) == (("dp", "cp"), 2 * 2, ("pp", "tp", "dp", "cp"))  # 2 rows: 6 to 8 columns
-    assert piece((8, 6), ("tp",), ("dp",)) == (("cp",), 4 * 6 // 4, ("tp", "cp", "dp"))
+    assert piece((8, 8), ("tp",), ("dp",)) == (("cp",), 4 * 2, ("tp", "cp", "dp"))
     assert piece((8, 6), ("pp",), (), name="blocks.leaf").size == 4 * 2
     assert piece((6,), ("tp",)) == ((), 3, ("tp",))  # zeros would move the split: whole
     assert piece((8, 6), (), (), axes=()) == ((), 48, ())

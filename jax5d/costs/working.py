@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
+from math import ceil, prod
 
 from jax5d.config import RunConfig
 from jax5d.costs.activations import Activations
@@ -72,15 +72,18 @@ class Working:
         without a loop, XLA makes the zeros of the layers' accumulators only afterwards, if they are smaller than what
         the layers keep, and with a single chunk those of the table too: they are taken off.
 
-        By ZeRO-3 the forward pass ends outside its loop, and what its last layer keeps is not in its place yet.
+        By ZeRO, without a loop, padded copies stand where the embedding's zeros will be. By ZeRO-3 the forward pass ends
+        outside its loop, and what its last layer keeps is not in its place yet.
         """
-        a, mesh, parallel = self._kept, self.config.mesh, self.config.parallel
+        a, mesh, parallel, stage = self._kept, self.config.mesh, self.config.parallel, self._shares.stage
         derivative = ceil(a.tokens / parallel.loss_chunks) * self._rows * a.width
-        cast = self._table * a.width if a.width < FLOAT32 and not self._shares.stage else 0
+        cast = self._table * a.width if a.width < FLOAT32 and not stage else 0
         padded = derivative + self._table * a.width if self._rows % 8 else 0
+        if stage and not self._loop:
+            padded -= self._table * FLOAT32
         logits = derivative // a.width * FLOAT32
         values = derivative + max(logits, padded) + cast + 3 * a.whole + a.stream
-        values += self._tables(2) + self._outer + (a.layer if self._shares.stage == 3 else 0)
+        values += self._tables(2) + self._outer + self._transposed + (a.layer if stage == 3 else 0)
         if self._loop:
             return values
         accumulators = self._layer * a.layers * BYTES[parallel.accumulate]
@@ -91,20 +94,29 @@ class Working:
 
     @property
     def embedding(self) -> int:
-        """By ZeRO, where the table's gradient is added up to be scattered, behind the first layer's: one more of it.
-        Without a loop what layers kept has been read by then."""
+        """By ZeRO, where the table's gradient is added up to be scattered: one more of it, and the first layer's gradients
+        on their way; in a loop also room for those of the last tick's. Without a loop what layers kept has been read by
+        then, and so has the table.
+        """
         if not self._shares.stage:
             return 0
-        waiting = self._layer * BYTES[self.config.parallel.accumulate]
-        values = self._tables(0) + self._table * FLOAT32 + waiting + self._outer
-        return values - (0 if self._loop else self._kept.total)
+        leaving = self._layer * BYTES[self.config.parallel.accumulate]
+        values = self._tables(0) + self._table * FLOAT32 + leaving
+        return values + leaving + self._outer + self._transposed if self._loop else values - self._kept.total
 
     @property
     def copy(self) -> int:
-        """By ZeRO-1 and 2, behind the update: the largest array of the parameters, on its way into the copy."""
+        """By ZeRO-1 and 2, where the largest array of parameters is gathered anew, the first of all: that array and its
+        piece, cast; of the others updated pieces, as they are stored and transposed for their gather. What layers kept has
+        been read, and sums of gradients are pieces.
+        """
         if not self._shares.copies:
             return 0
-        return max(self._sizes.values()) * self._kept.width - self._kept.total
+        width, model, parallel = self._kept.width, self.config.model, self.config.parallel
+        whole, piece = max((leaf.local_size(self.config.mesh), p.size) for leaf, p in self._shares.pieces())
+        updated = 2 * (self._shares.owned - piece) * BYTES[model.param_dtype]
+        sums = self._shares.whole - self._shares.owned if self._shares.stage == 1 and self._loop else 0
+        return (whole + piece) * width + updated - self._kept.total - sums * BYTES[parallel.accumulate]
 
     def _tables(self, plain: int) -> int:
         """Gradients of the whole table in float32, beside the buckets: in a loop `plain` of them without ZeRO.
@@ -128,6 +140,13 @@ class Working:
     def _outer(self) -> int:
         """By ZeRO-3: the table, gathered for the whole step."""
         return self._table * self._kept.width if self._shares.stage == 3 else 0
+
+    @property
+    def _transposed(self) -> int:
+        """The same as it came, beside it in a loop where it is cut along d: where rows do not divide."""
+        _, piece = next(pair for pair in self._shares.pieces() if pair[0].name == "wte")
+        n = prod(getattr(self.config.mesh, axis) for axis in piece.axes)
+        return self._outer if self._loop and self._rows % n else 0
 
     @property
     def _coming(self) -> int:
