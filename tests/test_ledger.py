@@ -160,7 +160,7 @@ def test_step_of_zero_equals_theory(mesh: dict[str, int], options: dict[str, Any
 
 
 def test_traffic_of_zero_by_hand() -> None:
-    """dp 4, 2 layers of 12 d^2 + 13 d parameters, of which 11 d are biases; all divide by 4, so 3 N bytes are (n-1)/n K.
+    """dp 4, 2 layers of 12 d^2 + 13 d parameters, 11 d of them biases; all divide by 4, so 3 N bytes are (n-1)/n K.
 
     Stages 1 and 2 scatter N and gather N: as many bytes as a sum of N. Stage 3 gathers N for the forward pass; then the
     layer before the last without biases, as the last is there, and the first once more, since the loop runs ahead.

@@ -1,9 +1,10 @@
 """The working set: what comes and goes within a step, at the moment when there is most of it.
 
 Beside state, gradients and waiting activations some moments compete: before a layer's backward pass, inside it, inside
-the head, and by ZeRO after the last layer and where a copy of the parameters is gathered. A compiler that packs buffers well needs room for the largest only. With more than one tick a step is
-a loop, and what the loop carries, sums and the ring of activations, is there at every moment. What is said here of XLA
-was read from its buffer assignments for an H100; another version may do better.
+the head, and by ZeRO where the table's gradient leaves and where a copy of the parameters is gathered. A compiler that
+packs buffers well needs room for the largest only. With more than one tick a step is a loop, and what the loop carries,
+sums and the ring of activations, is there at every moment. What is said here of XLA was read from its buffer
+assignments for an H100; another version may do better.
 
 Letters as in `jax5d.costs.activations`.
 """
@@ -54,8 +55,8 @@ class Working:
     def transposing(self) -> int:
         """Before the layers' backward pass: arrays that are transposed for it, and what the first layer reads.
 
-        By ZeRO also the head's gradient of the table. By ZeRO-3, where the last layer stands before its loop, nothing is
-        transposed.
+        By ZeRO also the head's gradient of the table. By ZeRO-3, where the last layer stands before its loop, nothing
+        is transposed.
         """
         a, stage = self._kept, self._shares.stage
         if stage == 3:
@@ -72,8 +73,8 @@ class Working:
         without a loop, XLA makes the zeros of the layers' accumulators only afterwards, if they are smaller than what
         the layers keep, and with a single chunk those of the table too: they are taken off.
 
-        By ZeRO, without a loop, padded copies stand where the embedding's zeros will be. By ZeRO-3 the forward pass ends
-        outside its loop, and what its last layer keeps is not in its place yet.
+        By ZeRO, without a loop, padded copies stand where the embedding's zeros will be. By ZeRO-3 the forward pass
+        ends outside its loop, and what its last layer keeps is not in its place yet.
         """
         a, mesh, parallel, stage = self._kept, self.config.mesh, self.config.parallel, self._shares.stage
         derivative = ceil(a.tokens / parallel.loss_chunks) * self._rows * a.width
@@ -94,9 +95,9 @@ class Working:
 
     @property
     def embedding(self) -> int:
-        """By ZeRO, where the table's gradient is added up to be scattered: one more of it, and the first layer's gradients
-        on their way; in a loop also room for those of the last tick's. Without a loop what layers kept has been read by
-        then, and so has the table.
+        """By ZeRO, where the table's gradient is added up to be scattered: one more of it, and the first layer's on its
+        way; in a loop also room for that of the last tick. Without a loop what layers kept has been read by then, and
+        so has the table.
         """
         if not self._shares.stage:
             return 0
@@ -107,8 +108,8 @@ class Working:
     @property
     def copy(self) -> int:
         """By ZeRO-1 and 2, where the largest array of parameters is gathered anew, the first of all: that array and its
-        piece, cast; of the others updated pieces, as they are stored and transposed for their gather. What layers kept has
-        been read, and sums of gradients are pieces.
+        piece, cast; of the others updated pieces, as they are stored and transposed for their gather. What layers kept
+        has been read, and sums of gradients are pieces.
         """
         if not self._shares.copies:
             return 0
@@ -121,9 +122,9 @@ class Working:
     def _tables(self, plain: int) -> int:
         """Gradients of the whole table in float32, beside the buckets: in a loop `plain` of them without ZeRO.
 
-        By ZeRO what is summed up is a piece, and these have no bucket: the head's, and zeros that the embedding's starts
-        from, made beforehand; and both again for the last tick behind a loop, which has no head in a pipeline. At stage 1
-        one of them is the bucket's, and pieces need room beside the sums in the last tick.
+        By ZeRO what is summed up is a piece, and these have no bucket: the head's, and zeros that the embedding's
+        starts from, made beforehand; and both again for the last tick behind a loop, which has no head in a pipeline.
+        At stage 1 one of them is the bucket's, and pieces need room beside the sums in the last tick.
         """
         stage, table = self._shares.stage, self._table * FLOAT32
         if not self._loop:
@@ -184,8 +185,9 @@ class Working:
     def _beside(self) -> int:
         """What a loop adds to a layer's backward pass.
 
-        Arrays of the ring transposed, while the ring itself is needed later; and casts of a layer's weights for the last
-        tick, which stands behind the loop. (The table's gradient of one microbatch waits for the embedding's: `_tables`.)
+        Arrays of the ring transposed, while the ring itself is needed later; and casts of a layer's weights for the
+        last tick, which stands behind the loop. The table's gradient of one microbatch, which waits for the
+        embedding's, is in `_tables`.
         """
         a = self._kept
         if not self._loop:
