@@ -170,8 +170,8 @@ class StepTraffic:
             yield from self._parameters(leaf, piece, layers)
         yield from self._reduction(pieces)
         yield from self._noise([leaf for leaf, _ in pieces])
-        for axes in {piece.split for _, piece in pieces}:
-            yield from self._of("psum", axes, FLOAT32, 1)  # the norm
+        for axes in {frozenset(piece.split) for _, piece in pieces}:
+            yield from self._of("psum", tuple(axes), FLOAT32, 1)  # the norm
         yield from self._of("psum", ("dp", "ep", "cp"), INT32, 1)  # valid tokens
         yield from self._of("psum", ("dp", "ep", "cp"), FLOAT32, 1)  # loss
         if m.experts:
