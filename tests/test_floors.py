@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 FLOORS = [
-    {"jax5d.config", "jax5d.mesh"},
+    {"jax5d.config", "jax5d.mesh", "jax5d.program"},
     {"jax5d.costs"},
     {"jax5d.data"},
     {"jax5d.parallel"},

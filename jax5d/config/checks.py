@@ -83,8 +83,8 @@ def _check_zero(parallel: ParallelConfig) -> None:
         value = getattr(parallel, name)
         if parallel.zero and value != needed:
             raise ConfigError(
-                f"parallel.{name}={value} sums whole gradients, but with parallel.zero={parallel.zero} a device keeps a "
-                f"piece of the sum; use --parallel.{name} {needed} or --parallel.zero 0"
+                f"parallel.{name}={value} sums whole gradients, but with parallel.zero={parallel.zero} a device keeps "
+                f"pieces of the sum; use --parallel.{name} {needed} or --parallel.zero 0"
             )
 
 

@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jax5d.config import AXES
 from jax5d.costs.collectives import Collective, merge, wire_bytes
-from jax5d.measure.program import inner_jaxprs, live_jaxpr
+from jax5d.program import inner_jaxprs, live_jaxpr
 
 OPS = {
     "psum": "psum",

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jax5d.measure.ledger import OPS as COLLECTIVES
-from jax5d.measure.program import inner_jaxprs, live_jaxpr
+from jax5d.program import inner_jaxprs, live_jaxpr
 
 MOVES = {
     "axis_index", "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type",

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jax5d.config import AXES
 from jax5d.mesh import DATA_AXES
 
 Tree = Any
@@ -31,6 +32,11 @@ def is_spec(x: object) -> bool:
 def spec_axes(spec: P) -> tuple[str, ...]:
     """Mesh axes that a spec names, in its order."""
     return tuple(a for part in spec if part is not None for a in ((part,) if isinstance(part, str) else part))
+
+
+def split_axes(specs: Tree) -> set[str]:
+    """Mesh axes that any spec of a tree names."""
+    return {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for axis in spec_axes(spec)}
 
 
 def reduction_axes(spec: P, token_axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -88,7 +94,7 @@ def global_norm(tree: Tree, specs: Tree) -> jax.Array:
     sums: dict[tuple[str, ...], jax.Array] = {}
     leaves = zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(tree), strict=True)
     for spec, leaf in leaves:
-        axes = spec_axes(spec)
+        axes = tuple(a for a in AXES if a in spec_axes(spec))
         sums[axes] = sums.get(axes, jnp.zeros(())) + squares(leaf)
     total = jnp.zeros(())
     for axes, square in sums.items():

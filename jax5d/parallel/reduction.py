@@ -5,8 +5,8 @@
 - *bucket*: all gradients laid end to end and cut into pieces of one size: fewer, larger messages.
 - *single*: all gradients in one buffer.
 
-The sum itself is XLA's all-reduce or one of the rings of `jax5d.parallel.ring`; under ZeRO, which overlaps, it is a
-reduce-scatter: of a step's sums at stage 1, of each microbatch's gradients from stage 2 on, so that no sum is kept whole.
+The sum itself is XLA's all-reduce or one of the rings of `jax5d.parallel.ring`. Under ZeRO, which overlaps, it is a
+reduce-scatter: of a step's sums at stage 1; from stage 2 on of each microbatch's gradients, so that no sum is whole.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ Backward = Callable[..., Back]
 class Reduction(Protocol):
     """What becomes of the gradients of a step's microbatches, and when."""
 
+    @property
+    def dtype(self) -> Any:
+        """Of the sums over microbatches and over replicas."""
+        ...
+
     def zeros(self, held: dict[str, Tree]) -> dict[str, Tree]:
         """Sums over microbatches before the first: {"outer", "blocks"} in the shapes of `held`."""
         ...
@@ -67,7 +72,6 @@ class _Summed:
     token_axes: tuple[str, ...]
     all_reduce: AllReduce
     dtype: Any
-    """Of the sums over microbatches and over replicas."""
 
     def zeros(self, held: dict[str, Tree]) -> dict[str, Tree]:
         return jax.tree.map(lambda x: zeros_of(jax.typeof(x).update(dtype=jnp.dtype(self.dtype))), held)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +151,7 @@ class Gathered:
     cuts: Tree
     dtype: Any
     """Of the gathered parameters, and so of what is sent."""
-    ahead: int = 1
+    ahead: ClassVar[int] = 1
 
     def fetch(self, at: Any) -> Hand:
         """The whole layer."""
@@ -168,7 +168,7 @@ class Kept:
 
     tree: Any
     """Structure of a layer's parameters."""
-    ahead: int = 0
+    ahead: ClassVar[int] = 0
 
     def fetch(self, at: Any) -> Hand:
         """Nothing to do."""

@@ -23,6 +23,7 @@ from jax5d.parallel.data import (
     diverge,
     global_norm,
     is_spec,
+    split_axes,
     sum_over_shards,
     sum_over_varying,
 )
@@ -30,6 +31,7 @@ from jax5d.parallel.noise import gradient_noise
 from jax5d.parallel.reduction import Reduction, make_reduction
 from jax5d.parallel.schedules import SCHEDULES, forward_only
 from jax5d.parallel.zero import Zero, make_zero
+from jax5d.train.elementwise import by_parameter, check_elementwise
 from jax5d.train.optimizer import learning_rate, make_optimizer
 from jax5d.train.scaling import Dynamic, Fixed, Scaling
 
@@ -72,11 +74,15 @@ class Trainer:
     ) -> Trainer:
         """A trainer for `config`, on all devices and with its own optimizer unless others are given.
 
-        Raises `ConfigError` for a bucket larger than the gradients (`check_bucket`).
+        Raises `ConfigError` for a bucket larger than the gradients (`check_bucket`), and for an optimizer that is not
+        elementwise (`check_elementwise`) where a device holds only parts of parameters.
         """
         check_bucket(config)
         mesh = make_mesh(config.mesh) if mesh is None else mesh
-        return Trainer(config, mesh, optimizer or make_optimizer(config.train))
+        trainer = Trainer(config, mesh, optimizer or make_optimizer(config.train))
+        if optimizer and any(mesh.shape[axis] > 1 for axis in split_axes(trainer.specs.params)):
+            check_elementwise(trainer.optimizer, trainer.model.shapes)
+        return trainer
 
     @cached_property
     def model(self) -> Model:
@@ -94,9 +100,7 @@ class Trainer:
         """PartitionSpecs of the state: the optimizer's leaves lie as their parameters do."""
         params, specs = self.model.shapes, self.zero.stored
         shapes = jax.eval_shape(self.optimizer.init, params)
-        opt_state = optax.tree.map_params(
-            self.optimizer, lambda _, spec: spec, shapes, specs, transform_non_params=lambda _: P()
-        )
+        opt_state = by_parameter(self.optimizer, shapes, specs, P())
         scale = jax.tree.map(lambda _: P(), self.scaling.init())
         replica = self.model.specs if self.zero.replicates else ()
         return TrainState(cast(Any, P()), specs, opt_state, scale, replica)
