@@ -125,7 +125,9 @@ def weights(model: ModelConfig, seed: int = 0) -> Tree:
 
 def pad_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Zeros behind the entries of `x`: the padding of the vocabulary, and of pieces under ZeRO."""
-    return np.pad(x, [(0, n - m) for n, m in zip(shape, x.shape, strict=True)])
+    padded = np.zeros(shape, x.dtype)
+    padded[tuple(slice(n) for n in x.shape)] = x
+    return padded
 
 
 def start(run: RunConfig, params: Tree | None = None) -> TrainState:
