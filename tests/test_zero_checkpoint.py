@@ -61,7 +61,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize(("chain", "dtype"), zip(CHAINS, ["float32", "bfloat16"], strict=True))
+@pytest.mark.parametrize(("chain", "dtype"), [("dp", "float32"), ("others", "bfloat16")])
 def test_from_stage_to_stage(chain: str, dtype: str, tmp_path: Path) -> None:
     """B45, B46: d 30 and 97 tokens, whose padding differs from mesh to mesh: what one device began with arrives.
 
