@@ -84,10 +84,15 @@ class Case:
     regather: bool = True
 
     @property
+    def cells(self) -> tuple[str, str, str]:
+        """Stage, GPUs and microbatches, for tables."""
+        return f"{self.stage}{'' if self.regather else ' kept'}", str(self.n), str(self.microbatches)
+
+    @property
     def name(self) -> str:
-        """Of its row."""
-        kept = "" if self.regather else " kept"
-        return f"stage {self.stage}{kept}, {self.n} GPUs, M = {self.microbatches}"
+        """For checks."""
+        stage, gpus, microbatches = self.cells
+        return f"stage {stage}, {gpus} GPUs, M = {microbatches}"
 
     def config(self, options: ZeroOptions) -> RunConfig:
         """What is compiled."""
@@ -166,14 +171,14 @@ def compiled_checks(rows: Sequence[Row]) -> list[Check]:
 
 def memory_table(rows: Sequence[Row], options: ZeroOptions) -> Table:
     """The compiler's bytes beside the formula's, and the paper's states."""
-    title = f"{options.preset}, {options.rows} x {LENGTH} tokens a microbatch on each {options.gpu}; GB on a GPU"
-    heads = ("state", "temporaries", "all", "formula", "%", "states by the paper")
-    table = Table("stage, GPUs, microbatches M", *heads, title=title)
+    title = f"{options.preset}, {options.rows} x {LENGTH} tokens in each of M microbatches; GB on a {options.gpu}"
+    heads = ("state", "temp.", "all", "formula", "%", "paper's states")
+    table = Table("stage", "GPUs", "M", *heads, title=title)
     for row in rows:
         found, formula = row.compiled.memory, row.compared.formula
         cells = (found.arguments, found.temporaries, found.peak, formula.total)
         error, book = f"{100 * row.compared.error:+.1f}", f"{row.book / GB:.2f}"
-        table.add_row(row.case.name, *(f"{cell / GB:.2f}" for cell in cells), error, book)
+        table.add_row(*row.case.cells, *(f"{cell / GB:.2f}" for cell in cells), error, book)
     return table
 
 

@@ -12,7 +12,7 @@ from experiments.ch02_zero._compiled import Row
 from experiments.ch02_zero._sizes import COUNTERS, PARAMETERS, PARTS, Held, Sent
 
 OPS = {"psum": "all-reduce", "psum_scatter": "reduce-scatter", "all_gather": "all-gather"}
-COLOURS = {"psum": "tab:red", "psum_scatter": "tab:blue", "all_gather": "tab:orange"}
+COLOURS = {"psum": "tab:red", "psum_scatter": "tab:cyan", "all_gather": "tab:olive"}
 
 
 def held_panel(axes: Axes, rows: Sequence[Held]) -> None:

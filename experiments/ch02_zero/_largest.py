@@ -125,15 +125,15 @@ def largest_table(rows: Sequence[Found]) -> Table:
     """Layers, parameters and bytes."""
     chip = rows[0].of.chip
     room = f"{1 - MARGIN:.0%} of {chip.visible / GB:.1f} GB"
-    title = f"Largest model by formula: {room}, {MICROBATCHES} x {LENGTH} tokens a GPU"
-    heads = ("layers", "width", "10^9 parameters", "GB, formula", "compiler", "%", "10^9, states alone")
-    table = Table("stage, GPUs", *heads, title=title)
+    title = f"Largest model by formula, 10^9 parameters, in {room}, {MICROBATCHES} x {LENGTH} tokens a GPU"
+    heads = ("layers", "10^9", "GB", "compiler", "%", "states alone, 10^9")
+    table = Table("stage", "GPUs", *heads, title=title)
     for row in rows:
         formula = memory(row.of.config(row.layers)).total / GB
         found = row.compared
         cells = (f"{found.compiler.peak / GB:.1f}", f"{100 * found.error:+.1f}") if found else ("-", "-")
-        sizes = (str(row.layers), str(HEAD * row.layers), f"{row.parameters / 1e9:.1f}", f"{formula:.1f}")
-        table.add_row(row.of.name, *sizes, *cells, f"{row.of.by_states / 1e9:.1f}")
+        sizes = (str(row.layers), f"{row.parameters / 1e9:.1f}", f"{formula:.1f}")
+        table.add_row(str(row.of.stage), str(row.of.n), *sizes, *cells, f"{row.of.by_states / 1e9:.1f}")
     return table
 
 

@@ -200,9 +200,11 @@ class Sent:
         return {"bytes": self.traffic.bytes, "elements_a_parameter": self.elements, "book": self.book}
 
 
-def every(stages: tuple[int, ...], devices: int) -> list[tuple[int, int]]:
-    """Stages and numbers of replicas that the devices allow; on one device all stages are one."""
-    return [(stage, n) for n in SIZES if n <= devices for stage in (stages if n > 1 else stages[:1])]
+def every(stages: tuple[int, ...], devices: int, *, few: bool) -> list[tuple[int, int]]:
+    """Stages and numbers of replicas that the devices allow, or a `few`: one and most. On one all stages are one."""
+    sizes = [n for n in SIZES if n <= devices]
+    sizes = [sizes[0], sizes[-1]] if few else sizes
+    return [(stage, n) for n in sizes for stage in (stages if n > 1 else stages[:1])]
 
 
 def losses(stages: tuple[int, ...], n: int, steps: int, seed: int) -> dict[int, list[float]]:
@@ -241,7 +243,7 @@ def loss_checks(curves: dict[int, list[float]]) -> list[Check]:
 
 def held_table(rows: list[Held]) -> Table:
     """Bytes a parameter, and activations."""
-    heads = ("param.", "grad.", "optim.", "all", "paper", "activations, kB")
+    heads = ("param.", "grad.", "optim.", "all", "paper", "activ., kB")
     title = f"Bytes a parameter on a device, measured: tiny GPT-2, {PARAMETERS} parameters; activations of a microbatch"
     table = Table("stage", "dp", *heads, title=title)
     for row in rows:
@@ -254,11 +256,12 @@ def held_table(rows: list[Held]) -> Table:
 
 def sent_table(rows: list[Sent]) -> Table:
     """Elements a parameter, and kB."""
-    heads = ("all-reduce", "reduce-scatter", "all-gather", "all", "by hand", "paper", "kB sent")
-    title = "A step on the wire, by the ledger: elements a parameter, times n / (n-1)"
-    table = Table("stage, dp, microbatches M", *heads, title=title)
+    title = "A step on the wire, by the ledger, with M microbatches: elements a parameter, times n / (n-1)"
+    table = Table("stage", "dp", "M", "summed", "scattered", "gathered", "paper", "kB sent", title=title)
     for row in rows:
-        total, by_hand = sum(row.elements.values()), sum(row.by_hand.values())
-        cells = [f"{x:.3f}" for x in (*row.elements.values(), total, by_hand)]
-        table.add_row(row.name, *cells, str(row.book), f"{row.traffic.bytes / 1e3:.1f}")
+        parallel = row.config.parallel
+        stage = f"{parallel.zero}{'' if parallel.regather else ' kept'}"
+        which = (stage, str(row.config.mesh.dp), str(parallel.microbatches))
+        cells = [f"{x:.3f}" for x in row.elements.values()]
+        table.add_row(*which, *cells, str(row.book), f"{row.traffic.bytes / 1e3:.0f}")
     return table

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.progress import track
 
@@ -41,7 +42,7 @@ from experiments.ch02_zero._compiled import (
     memory_table,
 )
 from experiments.ch02_zero._figures import compiled_panel, finish, held_panel, sent_panel
-from experiments.ch02_zero._sizes import SIZES, Held, Sent, every, held_table, loss_checks, losses, sent_table, tiny
+from experiments.ch02_zero._sizes import Held, Sent, every, held_table, loss_checks, losses, sent_table, tiny
 from experiments.harness import Check, Outcome, save_figure
 from jax5d.config import ConfigError, MeshConfig
 
@@ -78,8 +79,8 @@ def check(options: Zero1Options, folder: Path) -> None:
 
 def run(options: Zero1Options, folder: Path, console: Console) -> Outcome:
     """Measure arrays and traffic on fake devices, train both stages, then compile."""
-    largest = max(n for n in SIZES if n <= options.mesh.size)
-    todo = every(STAGES, options.mesh.size)
+    todo = every(STAGES, options.mesh.size, few=options.quick)
+    largest = todo[-1][1]
     shown = track(todo, description="measuring", console=console, disable=not console.is_terminal)
     held = [Held.of(stage, n, options.seed) for stage, n in shown]
     sent = [Sent.of(tiny(n, stage)) for stage, n in todo if n > 1]
@@ -117,4 +118,5 @@ def _curves(axes: Axes, curves: dict[int, list[float]], n: int) -> None:
     for (stage, curve), style in zip(curves.items(), ("-", "--"), strict=True):
         axes.plot(range(1, len(curve) + 1), curve, style, linewidth=3 - stage, label=f"stage {stage}")
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=f"The same losses, dp {n}, float32")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     finish(axes, 1)

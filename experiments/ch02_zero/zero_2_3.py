@@ -90,7 +90,7 @@ def check(options: Zero23Options, folder: Path) -> None:
 def run(options: Zero23Options, folder: Path, console: Console) -> Outcome:
     """Measure arrays and traffic on fake devices, train, compile, and search for the largest models."""
     bar = {"console": console, "disable": not console.is_terminal}
-    todo = every((0, 1, 2, 3), options.mesh.size)
+    todo = every((0, 1, 2, 3), options.mesh.size, few=options.quick)
     n = todo[-1][1]
     held = [Held.of(stage, n, options.seed) for stage, n in track(todo, description="measuring", **bar)]
     sent = [Sent.of(config) for config in track(_counted(options, n), description="counting", **bar)]
@@ -150,10 +150,10 @@ def _hidden_checks(rows: list[Row], options: Zero23Options) -> list[Check]:
 
 def _hidden_table(rows: list[Row]) -> Table:
     heads = ("gathered", "hidden, %", "scattered", "hidden, %")
-    table = Table("stage, GPUs, microbatches M", *heads, title="GB that a GPU sends in a step, and what hides them")
+    table = Table("stage", "GPUs", "M", *heads, title="GB that a GPU sends in a step, and what hides them")
     for row in rows:
         cells = [cell for op in OPS for cell in (f"{float(row.sent(op)) / 1e9:.2f}", f"{100 * row.hidden(op):.1f}")]
-        table.add_row(row.case.name, *cells)
+        table.add_row(*row.case.cells, *cells)
     return table
 
 
