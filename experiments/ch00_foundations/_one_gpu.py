@@ -45,7 +45,7 @@ class OneGpu:
         return more - less
 
     def gpus(self, name: str, *, batch: bool) -> int | None:
-        """Fewest GPUs that hold the states and gradients of ZeRO-3, or with a `batch` also a step of a sequence on each.
+        """Fewest GPUs that hold the states and gradients of ZeRO-3, or with a `batch` a step of a sequence on each.
 
         None where no number does.
         """

@@ -45,7 +45,8 @@ def compiled_panel(axes: Axes, rows: Sequence[Row], title: str) -> None:
     axes.plot(places, formula, "k_", markersize=16, markeredgewidth=2, label="all, by formula")
     axes.plot(places, [r.book / GB for r in rows], "kD", mfc="none", markersize=6, label="states, by the paper")
     axes.set_xticks(places, [_label(row) for row in rows], fontsize=8)
-    axes.set(ylabel="GB on a GPU", title=title, ylim=(0, 1.4 * max(state + rest)))
+    axes.set(ylabel="GB on a GPU", title=title, xlim=(-0.8, len(rows) - 0.2))
+    axes.set_ylim(0, 1.4 * max(state + rest))
     finish(axes, 2)
 
 
@@ -68,8 +69,8 @@ def sent_panel(axes: Axes, rows: Sequence[Sent], labels: Sequence[str]) -> None:
     by_hand = [sum(row.by_hand.values()) for row in rows]
     axes.plot(places, by_hand, "k_", markersize=16, markeredgewidth=2, label="by hand")
     axes.plot(places, [row.book for row in rows], "kD", mfc="none", markersize=6, label="by the paper")
-    for place, top in zip(places.tolist(), bottom, strict=True):
-        axes.text(place, top + 0.03 * max(bottom), f"{top:.2f}", ha="center", va="bottom", fontsize=8)
+    for place, top, row in zip(places.tolist(), bottom, rows, strict=True):
+        axes.text(place, max(top, row.book) + 0.04 * max(bottom), f"{top:.2f}", ha="center", va="bottom", fontsize=8)
     axes.set_xticks(places, list(labels), fontsize=8)
     axes.set(ylabel="elements a parameter, times n / (n-1)", ylim=(0, 1.45 * max(bottom)))
     finish(axes, 2)
@@ -86,7 +87,7 @@ def hidden_panel(axes: Axes, rows: Sequence[Row], limit: float) -> None:
     axes.axhline(100 * limit, color="black", linestyle="--", linewidth=1, label=f"{limit:.0%}")
     axes.set_xticks(places, [_label(row) for row in rows], fontsize=8)
     axes.set(ylabel="% of the bytes that a GPU sends", ylim=(0, 130), yticks=range(0, 101, 20))
-    axes.set_title("Sent while matrix products run, as scheduled")
+    axes.set_xlim(-0.8, len(rows) - 0.2)
     finish(axes, 3)
 
 

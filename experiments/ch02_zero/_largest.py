@@ -147,13 +147,13 @@ def largest_panel(axes: Axes, rows: Sequence[Found]) -> None:
         heights = [row.parameters / 1e9 for row in mine]
         axes.bar(places, heights, 0.95 * width, color=f"C{i}", label=f"{n} GPUs")
         for place, row, height in zip(places, mine, heights, strict=True):
-            text = f"{height:.1f}\n{row.layers} layers"
-            axes.text(place, 1.08 * max(height, row.of.by_states / 1e9), text, ha="center", va="bottom", fontsize=8)
+            text = f"{height:.1f} B\n{row.layers} layers"
+            axes.text(place, 1.25 * max(height, row.of.by_states / 1e9), text, ha="center", va="bottom", fontsize=8)
         states = [row.of.by_states / 1e9 for row in mine]
         label = "states alone, by the paper" if not i else None
         axes.plot(places, states, "kD", mfc="none", markersize=6, linestyle="none", label=label)
     top = max(row.of.by_states for row in rows) / 1e9
-    axes.set(yscale="log", ylim=(1, 8 * top), ylabel="10^9 parameters (log)", xlabel="stage of ZeRO")
+    axes.set(yscale="log", ylim=(1, 5 * top), ylabel="billions of parameters (log)", xlabel="stage of ZeRO")
     axes.set_xticks(sorted({row.of.stage for row in rows}))
     chip = rows[0].of.chip
     axes.set_title(f"Largest model that fits {1 - MARGIN:.0%} of each {chip.name}'s {chip.visible / GB:.1f} GB")

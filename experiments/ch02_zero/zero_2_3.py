@@ -174,7 +174,8 @@ def _figures(
     save_figure(figure, folder, "traffic")
     figure = Figure(figsize=(max(6, 1.2 * len(rows)), 4.8), layout="constrained")
     hidden_panel(figure.subplots(), rows, HIDDEN)
-    figure.suptitle(f"{options.preset} on {options.gpu}s, {options.rows} x 1024 tokens a microbatch")
+    work = f"{options.preset}, {options.rows} x 1024 tokens in each of M microbatches"
+    figure.suptitle(f"Sent while matrix products run, as scheduled for {options.gpu}s:\n{work}")
     save_figure(figure, folder, "hidden")
     figure = Figure(figsize=(9, 5), layout="constrained")
     largest_panel(figure.subplots(), found)

@@ -131,7 +131,7 @@ class Activations:
 
     @cached_property
     def parameters(self) -> int:
-        """Gathered layers that ZeRO-3 keeps for the backward pass, if it does not gather them again: all of the stage."""
+        """Gathered layers of the stage that ZeRO-3 keeps for the backward pass, if it does not gather them again."""
         shares = Shares(self.config)
         if shares.stage < 3 or self.config.parallel.regather:
             return 0

@@ -170,8 +170,8 @@ class StepTraffic:
             yield from self._parameters(leaf, piece, layers)
         yield from self._reduction(pieces)
         yield from self._noise([leaf for leaf, _ in pieces])
-        for axes in {piece.split for _, piece in pieces}:
-            yield from self._of("psum", axes, FLOAT32, 1)  # the norm
+        for axes in {frozenset(piece.split) for _, piece in pieces}:
+            yield from self._of("psum", tuple(axes), FLOAT32, 1)  # the norm
         yield from self._of("psum", ("dp", "ep", "cp"), INT32, 1)  # valid tokens
         yield from self._of("psum", ("dp", "ep", "cp"), FLOAT32, 1)  # loss
         if m.experts:
@@ -195,9 +195,9 @@ class StepTraffic:
 
     @property
     def _regathers(self) -> int:
-        """Layers that stage 3 gathers for backward passes: in each L, and the first again, as its loop runs ahead by one
-        to the end. One less where a forward pass stands right before it, whose last layer is there still: in M ticks of
-        1F1B."""
+        """Layers that stage 3 gathers for backward passes: in each L, and the first again, as its loop runs ahead by
+        one to the end. One less where a forward pass stands right before it, whose last layer is there still: in M
+        ticks of 1F1B."""
         parallel = self.config.parallel
         there = parallel.microbatches if parallel.schedule == "1f1b" else 0
         return self.ticks * (self.shares.layers + 1) - there if parallel.regather else 0

@@ -1,9 +1,10 @@
 """The working set: what comes and goes within a step, at the moment when there is most of it.
 
 Beside state, gradients and waiting activations some moments compete: before a layer's backward pass, inside it, inside
-the head, and by ZeRO after the last layer and where a copy of the parameters is gathered. A compiler that packs buffers well needs room for the largest only. With more than one tick a step is
-a loop, and what the loop carries, sums and the ring of activations, is there at every moment. What is said here of XLA
-was read from its buffer assignments for an H100; another version may do better.
+the head, and by ZeRO where the table's gradient leaves and where a copy of the parameters is gathered. A compiler that
+packs buffers well needs room for the largest only. With more than one tick a step is a loop, and what the loop carries,
+sums and the ring of activations, is there at every moment. What is said here of XLA was read from its buffer
+assignments for an H100; another version may do better.
 
 Letters as in `jax5d.costs.activations`.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
+from math import ceil, prod
 
 from jax5d.config import RunConfig
 from jax5d.costs.activations import Activations
@@ -54,8 +55,8 @@ class Working:
     def transposing(self) -> int:
         """Before the layers' backward pass: arrays that are transposed for it, and what the first layer reads.
 
-        By ZeRO also the head's gradient of the table. By ZeRO-3, where the last layer stands before its loop, nothing is
-        transposed.
+        By ZeRO also the head's gradient of the table. By ZeRO-3, where the last layer stands before its loop, nothing
+        is transposed.
         """
         a, stage = self._kept, self._shares.stage
         if stage == 3:
@@ -72,15 +73,18 @@ class Working:
         without a loop, XLA makes the zeros of the layers' accumulators only afterwards, if they are smaller than what
         the layers keep, and with a single chunk those of the table too: they are taken off.
 
-        By ZeRO-3 the forward pass ends outside its loop, and what its last layer keeps is not in its place yet.
+        By ZeRO, without a loop, padded copies stand where the embedding's zeros will be. By ZeRO-3 the forward pass
+        ends outside its loop, and what its last layer keeps is not in its place yet.
         """
-        a, mesh, parallel = self._kept, self.config.mesh, self.config.parallel
+        a, mesh, parallel, stage = self._kept, self.config.mesh, self.config.parallel, self._shares.stage
         derivative = ceil(a.tokens / parallel.loss_chunks) * self._rows * a.width
-        cast = self._table * a.width if a.width < FLOAT32 and not self._shares.stage else 0
+        cast = self._table * a.width if a.width < FLOAT32 and not stage else 0
         padded = derivative + self._table * a.width if self._rows % 8 else 0
+        if stage and not self._loop:
+            padded -= self._table * FLOAT32
         logits = derivative // a.width * FLOAT32
         values = derivative + max(logits, padded) + cast + 3 * a.whole + a.stream
-        values += self._tables(2) + self._outer + (a.layer if self._shares.stage == 3 else 0)
+        values += self._tables(2) + self._outer + self._transposed + (a.layer if stage == 3 else 0)
         if self._loop:
             return values
         accumulators = self._layer * a.layers * BYTES[parallel.accumulate]
@@ -91,27 +95,36 @@ class Working:
 
     @property
     def embedding(self) -> int:
-        """By ZeRO, where the table's gradient is added up to be scattered, behind the first layer's: one more of it.
-        Without a loop what layers kept has been read by then."""
+        """By ZeRO, where the table's gradient is added up to be scattered: one more of it, and the first layer's on its
+        way; in a loop also room for that of the last tick. Without a loop what layers kept has been read by then, and
+        so has the table.
+        """
         if not self._shares.stage:
             return 0
-        waiting = self._layer * BYTES[self.config.parallel.accumulate]
-        values = self._tables(0) + self._table * FLOAT32 + waiting + self._outer
-        return values - (0 if self._loop else self._kept.total)
+        leaving = self._layer * BYTES[self.config.parallel.accumulate]
+        values = self._tables(0) + self._table * FLOAT32 + leaving
+        return values + leaving + self._outer + self._transposed if self._loop else values - self._kept.total
 
     @property
     def copy(self) -> int:
-        """By ZeRO-1 and 2, behind the update: the largest array of the parameters, on its way into the copy."""
+        """By ZeRO-1 and 2, where the largest array of parameters is gathered anew, the first of all: that array and its
+        piece, cast; of the others updated pieces, as they are stored and transposed for their gather. What layers kept
+        has been read, and sums of gradients are pieces.
+        """
         if not self._shares.copies:
             return 0
-        return max(self._sizes.values()) * self._kept.width - self._kept.total
+        width, model, parallel = self._kept.width, self.config.model, self.config.parallel
+        whole, piece = max((leaf.local_size(self.config.mesh), p.size) for leaf, p in self._shares.pieces())
+        updated = 2 * (self._shares.owned - piece) * BYTES[model.param_dtype]
+        sums = self._shares.whole - self._shares.owned if self._shares.stage == 1 and self._loop else 0
+        return (whole + piece) * width + updated - self._kept.total - sums * BYTES[parallel.accumulate]
 
     def _tables(self, plain: int) -> int:
         """Gradients of the whole table in float32, beside the buckets: in a loop `plain` of them without ZeRO.
 
-        By ZeRO what is summed up is a piece, and these have no bucket: the head's, and zeros that the embedding's starts
-        from, made beforehand; and both again for the last tick behind a loop, which has no head in a pipeline. At stage 1
-        one of them is the bucket's, and pieces need room beside the sums in the last tick.
+        By ZeRO what is summed up is a piece, and these have no bucket: the head's, and zeros that the embedding's
+        starts from, made beforehand; and both again for the last tick behind a loop, which has no head in a pipeline.
+        At stage 1 one of them is the bucket's, and pieces need room beside the sums in the last tick.
         """
         stage, table = self._shares.stage, self._table * FLOAT32
         if not self._loop:
@@ -128,6 +141,13 @@ class Working:
     def _outer(self) -> int:
         """By ZeRO-3: the table, gathered for the whole step."""
         return self._table * self._kept.width if self._shares.stage == 3 else 0
+
+    @property
+    def _transposed(self) -> int:
+        """The same as it came, beside it in a loop where it is cut along d: where rows do not divide."""
+        _, piece = next(pair for pair in self._shares.pieces() if pair[0].name == "wte")
+        n = prod(getattr(self.config.mesh, axis) for axis in piece.axes)
+        return self._outer if self._loop and self._rows % n else 0
 
     @property
     def _coming(self) -> int:
@@ -165,8 +185,9 @@ class Working:
     def _beside(self) -> int:
         """What a loop adds to a layer's backward pass.
 
-        Arrays of the ring transposed, while the ring itself is needed later; and casts of a layer's weights for the last
-        tick, which stands behind the loop. (The table's gradient of one microbatch waits for the embedding's: `_tables`.)
+        Arrays of the ring transposed, while the ring itself is needed later; and casts of a layer's weights for the
+        last tick, which stands behind the loop. The table's gradient of one microbatch, which waits for the
+        embedding's, is in `_tables`.
         """
         a = self._kept
         if not self._loop:
