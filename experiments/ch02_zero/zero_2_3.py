@@ -16,8 +16,8 @@ memory.
 
 Expected of the compiler for H100s: 96 % of the gathers and 93 % of the scatters hidden; exposed are the embedding and
 one layer. Stages 1 and 2 hide their scatters alike, but not the gather that follows the update. Of models of GPT-3's
-aspect, 64 GPUs hold one of 4 billion parameters at stage 0 and one of 80 billion or more at stage 3, with a tenth of
-the memory left free.
+aspect, 64 GPUs hold one of 4.5 billion parameters at stage 0, 11 at stage 1, 25 at stage 2 and about 150 at stage 3,
+with a tenth of the memory left free.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _figures(
     figure = Figure(figsize=(14, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
     held_panel(left, held)
-    title = f"{options.preset} in bfloat16, {options.rows} x 1024 tokens a microbatch, compiled for {options.gpu}s"
+    title = f"Compiled for {options.gpu}s: {options.preset}, {options.rows} x 1024 tokens a microbatch"
     compiled_panel(right, [row for row in rows if row.case.microbatches == 2] or rows, title)
     figure.suptitle("Memory by stage of ZeRO (Z)")
     save_figure(figure, folder, "memory")
