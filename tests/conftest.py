@@ -12,8 +12,8 @@ import optax
 
 from jax5d.mesh import use_cpu_devices
 
-# Compiling a step takes most of a test's time. Without LLVM's optimisation it halves, and by the older code generation of
-# fusions, where JAX still has it, it halves again; the HLO stays the same.
+# Compiling a step takes most of a test's time. Without LLVM's optimisation it halves, and by the older code generation
+# of fusions, where JAX still has it, it halves again; the HLO stays the same.
 FLAGS = ["--xla_backend_optimization_level=0"]
 if jax.__version_info__ < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
