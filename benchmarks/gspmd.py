@@ -1,12 +1,13 @@
 """One GPT-2 step by the library and by the automatic partitioner, side by side on 8 fake CPU devices.
 
-    python benchmarks/gspmd.py [--rounds 9] [--remat none|full] [--json FILE]
+    python benchmarks/gspmd.py [--rounds 9] [--remat none|full] [--zero 0|1|2|3] [--json FILE]
 
-Both start from the same weights and see the same batches in float32, with AdamW, clipping and recomputation alike;
-their losses must agree to 1e-5 over three steps before anything is timed. They are timed in turn, round by round,
-each first in every second round, and the medians are printed: a noisy machine is noisy for both, and processor time
-hardly sees what else runs. Bytes are counted from both compiled programs by one counter (`jax5d.measure.timeline`),
-and the library's also from its jaxpr. About 3 minutes on 2 CPU cores that have nothing else to do.
+Both start from the same weights and see the same batches in float32, with AdamW, clipping and recomputation alike, and
+with --zero the same stage of ZeRO over dp; their losses must agree to 1e-5 over three steps before anything is timed.
+They are timed in turn, round by round, each first in every second round, and the medians are printed: a noisy machine
+is noisy for both, and processor time hardly sees what else runs. Bytes are counted from both compiled programs by one
+counter (`jax5d.measure.timeline`), and the library's also from its jaxpr. About 3 minutes on 2 CPU cores that have
+nothing else to do.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from jax.sharding import NamedSharding
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import automatic
+from benchmarks import automatic, automatic_fsdp
 from jax5d.config import MeshConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig, check
 from jax5d.measure.ledger import ledger
 from jax5d.measure.timeline import timeline
@@ -109,19 +110,17 @@ def ours(trainer: Trainer) -> tuple[Side, float]:
     return Side(run, compiled, trace, compile_), wire
 
 
-def theirs(trainer: Trainer) -> Side:
-    """The automatic partitioner's side: the library's initial values and layout, and its optimizer."""
+def theirs(trainer: Trainer, stage: int) -> Side:
+    """The automatic partitioner's side: the library's initial values, its layout but for ZeRO's, and its optimizer."""
     sharding = NamedSharding(trainer.mesh, automatic.BATCH_SPEC)
 
     def place(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         return {name: jax.device_put(value, sharding) for name, value in batch.items()}
 
-    config, layout, first = trainer.config, trainer.shardings, trainer.init()
-    shardings = layout.params, layout.opt_state
-    step = automatic.make_step(
-        trainer.mesh, trainer.optimizer, shardings, clip=config.train.clip, remat=config.parallel.remat
-    )
-    state = first.params, first.opt_state
+    config, first = trainer.config, trainer.init()
+    program, shardings = automatic_fsdp.lay_out(automatic.Program(remat=config.parallel.remat), trainer, stage)
+    step = automatic.make_step(trainer.mesh, trainer.optimizer, shardings, program, clip=config.train.clip)
+    state = jax.device_put((first.params, first.opt_state), shardings)
     compiled, trace, compile_ = build(step, (*state, place(batch_of(0))))
 
     def run(batch: dict[str, np.ndarray]) -> jax.Array:
@@ -141,12 +140,16 @@ def batch_of(step: int) -> dict[str, np.ndarray]:
     return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
-def compare(mesh: MeshConfig, remat: Literal["none", "full"], rounds: int) -> dict[str, Any]:
-    """Both sides on one mesh: losses held together, then timed in turn."""
+def compare(mesh: MeshConfig, remat: Literal["none", "full"], stage: int, rounds: int) -> dict[str, Any]:
+    """Both sides on one mesh, at one stage of ZeRO: losses held together, then timed in turn."""
     config = RunConfig(mesh=mesh, model=MODEL, parallel=ParallelConfig(remat=remat), train=TRAIN)
     check(config)
-    trainer = Trainer.create(config)
-    (a, ledger_wire), b = ours(trainer), theirs(trainer)
+    plain = sharded = Trainer.create(config)
+    if stage:
+        config = replace(config, parallel=replace(config.parallel, zero=stage))
+        check(config)
+        sharded = Trainer.create(config)
+    (a, ledger_wire), b = ours(sharded), theirs(plain, stage)
     losses = [(float(a.run(batch_of(i))), float(b.run(batch_of(i)))) for i in range(STEPS)]
     for step, (x, y) in enumerate(losses):
         if abs(x - y) > CLOSE * abs(y):
@@ -176,9 +179,9 @@ ROWS: tuple[tuple[str, str, float, str], ...] = (
 """Label, key of a report, unit and format of each row."""
 
 
-def show(results: list[dict[str, Any]], remat: str, rounds: int) -> None:
+def show(results: list[dict[str, Any]], setting: str, rounds: int) -> None:
     """Print the table."""
-    table = Table(title=f"GPT-2 {MODEL.layers} x {MODEL.d_model}, remat {remat}, median of {rounds} rounds in turn")
+    table = Table(title=f"GPT-2 {MODEL.layers} x {MODEL.d_model}, {setting}, median of {rounds} rounds in turn")
     for column in ("mesh", "quantity"):
         table.add_column(column, no_wrap=True)
     for column in ("jax5d", "partitioner", "ratio"):
@@ -199,15 +202,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of each side, in turn (default 9)")
     parser.add_argument("--remat", choices=("none", "full"), default="full", help="recomputation (default full)")
+    parser.add_argument("--zero", type=int, choices=range(4), default=0, help="stage of ZeRO over dp (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to FILE")
     options = parser.parse_args()
     use_cpu_devices(8)
-    results = [compare(mesh, options.remat, options.rounds) for mesh in MESHES]
-    show(results, options.remat, options.rounds)
+    results = [compare(mesh, options.remat, options.zero, options.rounds) for mesh in MESHES]
+    stage = f", ZeRO {options.zero}" if options.zero else ""
+    show(results, f"remat {options.remat}{stage}", options.rounds)
     if options.json:
-        options.json.write_text(
-            json.dumps({"remat": options.remat, "jax": jax.__version__, "results": results}, indent=1)
-        )
+        setting = {"remat": options.remat, "zero": options.zero, "jax": jax.__version__}
+        options.json.write_text(json.dumps(setting | {"results": results}, indent=1))
 
 
 if __name__ == "__main__":

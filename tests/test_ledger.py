@@ -130,6 +130,57 @@ def test_step_of_llama_equals_theory(mesh: dict[str, int], options: dict[str, An
     assert of_step(run) == StepTraffic(run).table()
 
 
+CUBE = {"pp": 2, "dp": 2, "tp": 2}
+DATA = {"ep": 2, "dp": 2, "cp": 2}
+EACH = (1, 2, 3)
+ZERO: dict[str, tuple[tuple[int, ...], dict[str, int], dict[str, Any]]] = {
+    "dp8": (EACH, {"dp": 8}, {}),
+    "sequence": (EACH, {"dp": 4, "tp": 2}, {"sequence": True, "remat": "full"}),
+    "1f1b": (EACH, CUBE, {"microbatches": 4, "dtype": "bfloat16"}),
+    "afab": (EACH, CUBE, {"microbatches": 4, "schedule": "afab"}),
+    "five axes": (EACH, FIVE, {"moe": True, "microbatches": 2, "sequence": True, "remat": "full"}),
+    "experts": (EACH, DATA, {"moe": True, "remat": "full", "save": ("qkv", "mlp_in")}),
+    "over cp and dp": (EACH, DATA, {"zero_axes": ("cp", "dp"), "microbatches": 2}),
+    "zeros behind": (EACH, {"dp": 4}, {"d_model": 30, "heads": 2, "vocab": 97, "microbatches": 2}),
+    "16 bits": (EACH, {"dp": 2}, {"dtype": "bfloat16", "accumulate": "bfloat16", "remat": "full", "save": ()}),
+    "experts over ep": ((1, 3), DATA, {"moe": True, "zero_axes": ("ep",)}),
+    "over dp": ((2,), DATA, {"zero_axes": ("dp",)}),
+    "along nothing": ((2,), {"cp": 2}, {"zero_axes": ("dp", "ep")}),
+    "one device": ((3,), {}, {"microbatches": 2}),
+    "one layer a stage": ((3,), {"pp": 4, "dp": 2}, {"microbatches": 2}),
+    "kept": ((3,), CUBE, {"regather": False, "microbatches": 2}),
+    "llama": ((3,), {"dp": 2}, {"architecture": "llama", "remat": "selective", "dropout": 0.1, "tied": False}),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "zero"), [(case, zero) for case, (stages, *_) in ZERO.items() for zero in stages], ids=str
+)
+def test_step_of_zero_equals_theory(case: str, zero: int) -> None:
+    """Gathers and scatters of every stage, and what is still summed."""
+    _, mesh, options = ZERO[case]
+    run = config(mesh, zero=zero, **options)
+    assert of_step(run) == StepTraffic(run).table()
+
+
+def test_traffic_of_zero_by_hand() -> None:
+    """dp 4, 2 layers of 12 d^2 + 13 d parameters, 11 d of them biases; all divide by 4, so 3 N bytes are (n-1)/n K.
+
+    Stages 1 and 2 scatter N and gather N: as many bytes as a sum of N. Stage 3 gathers N for the forward pass; then the
+    layer before the last without biases, as the last is there, and the first once more, since the loop runs ahead.
+    """
+    d = 32
+    layer, biases = 12 * d * d + 13 * d, 11 * d
+    n = (96 + 32 + 2) * d + 2 * layer
+    sent = []
+    for zero in range(4):
+        run = config({"dp": 4}, layers=2, zero=zero)
+        found = {entry.op: int(entry.wire_bytes) for entry in of_step(run)}
+        sent.append((found.get("psum_scatter", 0), found.get("all_gather", 0)))
+        assert (found["psum"] > 2 * 3 * n) == (zero == 0)
+    assert sent == [(0, 0), (3 * n, 3 * n), (3 * n, 3 * n), (3 * n, 3 * n + 2 * 3 * (layer - biases))]
+
+
 def test_step_with_capacity_equals_theory() -> None:
     """An expert's slots follow from the capacity: ceil(1.0 x 8 x 2 / 4) = 4 a group instead of 8."""
     run = config(FIVE, moe=True, capacity_factor=1.0, group=8)

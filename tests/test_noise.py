@@ -22,27 +22,28 @@ WHOLE = ("norm", "b_out", "router", "wpe")
 """Leaves that tp does not split; under sequence parallelism tp devices hold parts of their sums."""
 
 
-def replica_gradients(run: RunConfig, n: int) -> list[dict[str, np.ndarray]]:
-    """Each of n replicas' plain gradient of its own rows, by path: a block of rows in each microbatch."""
+def own_gradients(run: RunConfig, n: int) -> list[dict[str, np.ndarray]]:
+    """The plain gradients of a block of rows in each microbatch, one of n for each replica, by path."""
     params, found = weights(run.model), []
-    for r in range(n):
-        rows = {key: np.split(value, n, axis=1)[r] for key, value in batch(run).items()}
-        _, grads = plain(run, params, rows)
-        found.append({jax.tree_util.keystr(path): g for path, g in jax.tree.leaves_with_path(grads)})
+    for m in range(run.parallel.microbatches):
+        for r in range(n):
+            rows = {key: np.split(value[m : m + 1], n, axis=1)[r] for key, value in batch(run).items()}
+            _, grads = plain(run, params, rows)
+            found.append({jax.tree_util.keystr(path): g for path, g in jax.tree.leaves_with_path(grads)})
     return found
 
 
 def expected(run: RunConfig, names: list[str], n: int) -> np.ndarray:
-    """|G|^2 and tr(S) over the named leaves, from n replicas of B/n sequences each.
+    """|G|^2 and tr(S) over the named leaves, from k = n M gradients, of B/k sequences each.
 
-    The mean square of a replica's gradient estimates |G|^2 + n tr(S)/B, the square of the mean |G|^2 + tr(S)/B. These
-    are two linear equations.
+    The mean square of one of them estimates |G|^2 + k tr(S)/B, the square of their mean |G|^2 + tr(S)/B. These are two
+    linear equations.
     """
-    own = replica_gradients(run, n)
+    own = own_gradients(run, n)
     small = np.mean([sum(np.sum(np.square(g[key], dtype=np.float64)) for key in names) for g in own])
     large = sum(np.sum(np.square(np.mean([g[key] for g in own], axis=0, dtype=np.float64))) for key in names)
     size = run.train.global_batch
-    return np.linalg.solve([[1, n / size], [1, 1 / size]], [small, large])
+    return np.linalg.solve([[1, len(own) / size], [1, 1 / size]], [small, large])
 
 
 CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
@@ -51,19 +52,23 @@ CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"ep": 2, "dp": 2}, {}),
     ({"dp": 2, "tp": 2}, {}),
     ({"dp": 2, "tp": 2}, {"sequence": True}),
+    ({}, {"microbatches": 4}),
+    ({"tp": 2}, {"microbatches": 2}),
+    ({"dp": 4}, {"zero": 2, "microbatches": 2}),
+    ({"dp": 2, "ep": 2}, {"zero": 3, "zero_axes": ("ep",), "microbatches": 2}),
 ]
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["gpt2", "moe"])
 @pytest.mark.parametrize(("mesh", "options"), CASES, ids=["-".join([name(m), *o]) for m, o in CASES])
 def test_signal_and_noise(mesh: dict[str, int], options: dict[str, Any], moe: bool) -> None:
-    """All leaves of dp x ep replicas; an expert's of dp, each of which has the sequences of all ep devices.
+    """All leaves of the microbatches of dp x ep replicas; an expert's of dp, each with the sequences of all ep devices.
 
     Without the load-balancing loss, whose gradient is not that of a replica's rows alone.
     """
     run = config(mesh, moe=moe, aux_coef=0.0, **options)
     metrics = trainer(run).gradients(start(run), put(run, batch(run)))[1]
-    names = [*replica_gradients(run, 1)[0]]
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(weights(run.model))]
     if run.parallel.sequence:
         names = [key for key in names if not any(part in key for part in WHOLE)]
     shared = [key for key in names if not (moe and key.endswith(EXPERTS))]
@@ -76,7 +81,7 @@ def test_signal_and_noise(mesh: dict[str, int], options: dict[str, Any], moe: bo
 
 
 @pytest.mark.parametrize("mesh", [{}, {"cp": 2}, {"pp": 2}, {"tp": 2}], ids=name)
-def test_one_replica_has_nothing_to_compare(mesh: dict[str, int]) -> None:
+def test_one_gradient_has_nothing_to_compare(mesh: dict[str, int]) -> None:
     run = config(mesh)
     _, metrics = jax.eval_shape(trainer(run).gradients, *trainer(run).arguments)
     assert "loss" in metrics
@@ -96,7 +101,9 @@ def test_estimates_are_unbiased() -> None:
     def body(own: jax.Array) -> dict[str, jax.Array]:
         def one(g: jax.Array) -> dict[str, jax.Array]:
             part = {"w": g / n}
-            return gradient_noise(squares(part), jax.tree.map(sum_over_shards, part), {"w": P()}, (), 2 * n)
+            specs = {"w": P()}
+            reduced = jax.tree.map(sum_over_shards, part)
+            return gradient_noise(squares(part), reduced, specs, specs, (), batch=2 * n, pieces=1)
 
         return jax.vmap(one)(own[0])
 

@@ -75,7 +75,7 @@ def estimates(draws: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     def one(means: dict[str, jax.Array]) -> dict[str, jax.Array]:
         own = jax.tree.map(lambda x: varying(x[0] / REPLICAS, AXES), means)  # a part of the mean over the batch
         reduced = {name: lax.psum(x, AXES) for name, x in own.items()}
-        return gradient_noise(squares(own), reduced, SPECS, (), BATCH)
+        return gradient_noise(squares(own), reduced, SPECS, SPECS, (), batch=BATCH, pieces=1)
 
     def body(means: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return lax.map(one, means)

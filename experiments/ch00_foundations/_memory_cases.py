@@ -88,6 +88,17 @@ OTHERS = [
     case("gpt2", batch=32, pp=4, dp=2, microbatches=8, remat="full", schedule="afab"),
     case("gpt2-medium", batch=32, length=512, pp=2, dp=2, tp=2, microbatches=4, remat="full", schedule="afab"),
     case("gpt2-xl", batch=64, pp=4, dp=2, microbatches=8, remat="full"),
+    # states shared out
+    case("gpt2", batch=64, dp=8, zero=3),
+    case("gpt2-medium", batch=64, dp=8, remat="full", zero=1),
+    case("gpt2-medium", batch=128, dp=8, microbatches=2, zero=1),
+    case("gpt2-medium", batch=128, dp=8, microbatches=2, zero=2),
+    case("gpt2-medium", batch=64, dp=8, zero=3, regather=False),
+    case("gpt2-medium", batch=16, dp=4, tp=2, sequence=True, zero=3),
+    case("gpt2-medium", batch=32, pp=2, dp=2, tp=2, microbatches=4, zero=1),
+    case("llama-1b", batch=32, length=2048, dp=8, loss_chunks=16, remat="full", microbatches=2, zero=3),
+    case("llama-1b", batch=64, length=2048, dp=64, loss_chunks=16, zero=2),
+    case("gpt2-xl", batch=64, dp=64, remat="full", zero=3),
     # 64 devices
     case("gpt2-xl", batch=64, pp=8, dp=8, microbatches=8, remat="full"),
     case("gpt2-medium", batch=64, pp=4, dp=4, tp=4, microbatches=4, remat="full"),

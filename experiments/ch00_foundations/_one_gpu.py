@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from experiments.ch00_foundations._memory_cases import case
 from jax5d.config import PRESETS, RunConfig
@@ -45,13 +45,14 @@ class OneGpu:
         return more - less
 
     def gpus(self, name: str, *, batch: bool) -> int | None:
-        """Fewest GPUs that hold the states and gradients of ZeRO-3, or with a `batch` also a sequence on each.
+        """Fewest GPUs that hold the states and gradients of ZeRO-3, or with a `batch` a step of a sequence on each.
 
-        None where no number does. The layers that are gathered at a time are not counted.
+        None where no number does.
         """
 
         def fits(n: int) -> bool:
-            found = memory(self.config(name, dp=n), zero=3)
+            config = self.config(name, dp=n)
+            found = memory(replace(config, parallel=replace(config.parallel, zero=3)))
             return (found.total if batch else found.state + found.gradients) <= self.chip.visible
 
         return 1 + bisect_left(range(1, MOST), True, key=fits) if fits(MOST) else None

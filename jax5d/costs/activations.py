@@ -17,6 +17,7 @@ from functools import cached_property
 
 from jax5d.config import ConfigError, RunConfig
 from jax5d.costs.parameters import BYTES, FLOAT32
+from jax5d.costs.zero import Shares
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,15 @@ class Activations:
         """Layers of a stage."""
         return self.config.model.layers // self.config.mesh.pp
 
+    @cached_property
+    def parameters(self) -> int:
+        """Gathered layers of the stage that ZeRO-3 keeps for the backward pass, if it does not gather them again."""
+        shares = Shares(self.config)
+        if shares.stage < 3 or self.config.parallel.regather:
+            return 0
+        return self.width * sum(leaf.local_size(self.config.mesh) for leaf, _ in shares.pieces() if leaf.stacked)
+
     @property
     def total(self) -> int:
         """The rings of the pipeline: what every layer keeps of every microbatch in flight, and the waiting outputs."""
-        return self.slots * self.layers * self.layer + self.waiting * self.stream
+        return self.slots * self.layers * self.layer + self.parameters + self.waiting * self.stream

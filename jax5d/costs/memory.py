@@ -10,12 +10,12 @@ that cuBLAS, cuDNN and NCCL take for themselves, the CUDA context, and fragments
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import ceil, prod
 
-from jax5d.config import ConfigError, RunConfig
+from jax5d.config import RunConfig
 from jax5d.costs.activations import Activations
-from jax5d.costs.parameters import BYTES, FLOAT32, INT32, Leaf, leaves
+from jax5d.costs.parameters import BYTES, FLOAT32, INT32
 from jax5d.costs.working import Working
+from jax5d.costs.zero import Shares
 
 MOMENTS = {"adamw": 2, "sgd": 0}
 """Arrays that an optimizer keeps for each parameter, in the parameter's dtype."""
@@ -32,11 +32,14 @@ class Memory:
     """Bytes on one device."""
 
     parameters: int
-    """Weights, in `model.param_dtype`."""
+    """What the model computes with: weights in `model.param_dtype`, by ZeRO-3 this device's pieces of them; by ZeRO-1
+    and 2 a whole copy in `model.dtype`."""
     gradients: int
-    """The sums over microbatches, in `parallel.accumulate`, from the first backward pass to the update."""
+    """The sums over microbatches, in `parallel.accumulate`, from the first backward pass to the update. By ZeRO-2 and 3
+    this device's pieces of them; by ZeRO-1 too, where there is one tick and nothing to add up."""
     optimizer: int
-    """Moments in the parameters' dtype, counters, and the state of a loss scale."""
+    """Moments in the parameters' dtype, counters, and the state of a loss scale; by ZeRO-1 and 2 also the weights that
+    are updated, in `model.param_dtype`; by ZeRO of this device's pieces."""
     activations: int
     """What waits for its backward pass, of all microbatches in flight."""
     working: int
@@ -55,25 +58,19 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def memory(config: RunConfig, zero: int = 0) -> Memory:
+def memory(config: RunConfig) -> Memory:
     """Bytes per device of one step of a dense model.
 
-    Args:
-        config: checked configuration.
-        zero: stage of ZeRO, over the replicas dp x ep x cp: from 1 on they share the optimizer's state, from 2 on the
-            gradients, at 3 the parameters. A formula for a step that is not built: the working set stays that of the
-            step without ZeRO, where stage 3 would add the layers that are gathered at the time.
-
     Raises:
-        ConfigError: a mixture of experts, or another stage.
+        ConfigError: a mixture of experts.
     """
-    if zero not in range(4):
-        raise ConfigError(f"zero={zero} is no stage of ZeRO; give 0, 1, 2 or 3")
-    activations, accumulate = Activations(config), BYTES[config.parallel.accumulate]
+    activations, shares = Activations(config), Shares(config)
+    at_once = config.parallel.microbatches + config.mesh.pp == 2
+    pieces = shares.stage >= 2 or (shares.stage == 1 and at_once)
     return Memory(
-        parameters=_elements(config, shared=zero >= 3) * BYTES[config.model.param_dtype],
-        gradients=_elements(config, shared=zero >= 2) * accumulate,
-        optimizer=_optimizer(config, shared=zero >= 1),
+        parameters=_parameters(shares),
+        gradients=(shares.owned if pieces else shares.whole) * BYTES[config.parallel.accumulate],
+        optimizer=_optimizer(shares),
         activations=activations.total,
         working=Working(config).total,
         batch=2 * config.parallel.microbatches * activations.tokens * INT32,
@@ -82,20 +79,19 @@ def memory(config: RunConfig, zero: int = 0) -> Memory:
 
 def state_bytes(config: RunConfig) -> int:
     """Bytes per device of parameters and optimizer state, exactly, of any model: what a trainer's state holds."""
-    return _elements(config) * BYTES[config.model.param_dtype] + _optimizer(config)
+    shares = Shares(config)
+    return _parameters(shares) + _optimizer(shares)
 
 
-def _elements(config: RunConfig, *, shared: bool = False) -> int:
-    """Parameters on one device; `shared` out among the replicas of each, the last of which may get fewer."""
-
-    def replicas(leaf: Leaf) -> int:
-        return prod(getattr(config.mesh, axis) for axis in ("dp", "ep", "cp") if axis not in leaf.axes)
-
-    every = leaves(config.model, config.mesh)
-    return sum(ceil(leaf.local_size(config.mesh) / (replicas(leaf) if shared else 1)) for leaf in every)
+def _parameters(shares: Shares) -> int:
+    model = shares.config.model
+    if shares.copies:
+        return shares.whole * BYTES[model.dtype]
+    return shares.owned * BYTES[model.param_dtype]
 
 
-def _optimizer(config: RunConfig, *, shared: bool = False) -> int:
-    name, width = config.train.optimizer, BYTES[config.model.param_dtype]
-    scale = LOSS_SCALE if config.model.dtype == "float16" else 0
-    return MOMENTS[name] * _elements(config, shared=shared) * width + COUNTERS[name] * INT32 + scale
+def _optimizer(shares: Shares) -> int:
+    name, model = shares.config.train.optimizer, shares.config.model
+    scale = LOSS_SCALE if model.dtype == "float16" else 0
+    arrays = MOMENTS[name] + (1 if shares.copies else 0)
+    return arrays * shares.owned * BYTES[model.param_dtype] + COUNTERS[name] * INT32 + scale

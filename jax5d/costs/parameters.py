@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from jax5d.config import MeshConfig, ModelConfig
+from jax5d.config import AXES, MeshConfig, ModelConfig
 
 Axes = tuple[str, ...]
 
@@ -17,6 +18,17 @@ BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element."""
 
 FLOAT32, INT32 = BYTES["float32"], BYTES["int32"]
+
+
+class Piece(NamedTuple):
+    """What one device owns of a leaf that replicas share out."""
+
+    axes: Axes
+    """Over which the pieces lie; none where the leaf stays whole."""
+    size: int
+    """Elements, zeros behind the cut dim included."""
+    split: Axes
+    """Every axis that splits the leaf then, dim by dim."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,31 @@ class Leaf:
     def local_size(self, mesh: MeshConfig) -> int:
         """Elements on one device."""
         return math.prod(self.shape) // math.prod(getattr(mesh, a) for a in self.axes)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the first dim counts layers."""
+        return self.name.startswith("blocks.")
+
+    def piece(self, mesh: MeshConfig, axes: Axes) -> Piece:
+        """The leaf cut over those of `axes` that do not split it: along the dim with the smallest piece, of equals the
+        first.
+
+        Not along layers, and along a dim that is split already only where no zeros are needed.
+        """
+        over = tuple(a for a in AXES if a in axes and a not in self.axes)
+        n, whole = math.prod(getattr(mesh, a) for a in over), self.local_size(mesh)
+        found = []
+        for i in range(int(self.stacked), len(self.shape)):
+            parts = math.prod(getattr(mesh, a) for a in self.split[i])
+            local = self.shape[i] // parts
+            if parts == 1 or local % n == 0:
+                found.append((whole // local * -(-local // n), i))
+        if not over or not found:
+            return Piece((), whole, self.axes)
+        size, dim = min(found)
+        split = tuple(a for i, named in enumerate(self.split) for a in (*named, *(over if i == dim else ())))
+        return Piece(over, size, split)
 
 
 def leaves(model: ModelConfig, mesh: MeshConfig) -> list[Leaf]:

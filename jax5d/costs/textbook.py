@@ -18,6 +18,26 @@ def state_bytes_per_parameter(*, mixed: bool, float32_gradients: bool = False) -
     return 20 if mixed and float32_gradients else 16
 
 
+def zero_bytes_per_parameter(stage: int, replicas: int, k: int = 12) -> float:
+    """Bytes of states for each parameter by ZeRO's stages, mixed precision; arXiv:1910.02054, figure 1.
+
+    2 + 2 + k, 2 + 2 + k / n, 2 + (2 + k) / n and (2 + 2 + k) / n: weights, gradients, and k of the optimizer, 12 for
+    Adam with a float32 copy of the weights.
+    """
+    parts = (2, 2, k)  # shared out from the last on
+    kept = len(parts) - stage
+    return sum(parts[:kept]) + sum(parts[kept:]) / replicas
+
+
+def zero_traffic(stage: int) -> int:
+    """Elements that a device sends in a step for each parameter, over many replicas; arXiv:1910.02054, section 7.
+
+    Stages 0, 1 and 2: gradients reduce-scattered, then gradients or parameters all-gathered. Stage 3: parameters
+    gathered for the forward pass and again for the backward pass, gradients reduce-scattered.
+    """
+    return 3 if stage == 3 else 2
+
+
 def layer_bytes(config: RunConfig) -> float:
     """What one layer keeps of one microbatch, in bytes; Korthikanti et al., arXiv:2205.05198, table 2.
 

@@ -1,9 +1,10 @@
 """The working set: what comes and goes within a step, at the moment when there is most of it.
 
-Beside state, gradients and waiting activations three moments compete: before a layer's backward pass, inside it, and
-inside the head. A compiler that packs buffers well needs room for the largest only. With more than one tick a step is
-a loop, and what the loop carries, sums and the ring of activations, is there at every moment. What is said here of XLA
-was read from its buffer assignments for an H100; another version may do better.
+Beside state, gradients and waiting activations some moments compete: before a layer's backward pass, inside it, inside
+the head, and by ZeRO where the table's gradient leaves and where a copy of the parameters is gathered. A compiler that
+packs buffers well needs room for the largest only. With more than one tick a step is a loop, and what the loop carries,
+sums and the ring of activations, is there at every moment. What is said here of XLA was read from its buffer
+assignments for an H100; another version may do better.
 
 Letters as in `jax5d.costs.activations`.
 """
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
+from math import ceil, prod
 
 from jax5d.config import RunConfig
 from jax5d.costs.activations import Activations
 from jax5d.costs.parameters import BYTES, FLOAT32, leaves
+from jax5d.costs.zero import Shares
 
 PIECE = 512
 """Most keys for which our own attention has scores at a time."""
@@ -31,7 +33,7 @@ class Working:
     @property
     def total(self) -> int:
         """At the largest of the moments."""
-        return max(self.layer, self.transposing, self.head)
+        return max(self.layer, self.transposing, self.head, self.embedding, self.copy)
 
     @cached_property
     def layer(self) -> int:
@@ -46,13 +48,21 @@ class Working:
         hidden = (a.products + 1) * a.hidden // a.products
         attention = 7 * a.heads + 7 * a.whole + 2 * a.stream + self._scores
         norm = 4 * a.stream // a.width * FLOAT32 + 8 * a.whole
-        return hidden + max(attention, norm) + self._layer * FLOAT32 + self._wide_table + self._beside
+        moment = hidden + max(attention, norm) + self._layer * FLOAT32 + self._wide_table + self._beside
+        return moment + self._tables(1) + self._outer + self._coming
 
     @property
     def transposing(self) -> int:
-        """Before the layers' backward pass: arrays that are transposed for it, and what the first layer reads."""
-        a = self._kept
-        return a.layers * self._gathered + 3 * a.whole + (a.products + 1) * a.hidden // a.products
+        """Before the layers' backward pass: arrays that are transposed for it, and what the first layer reads.
+
+        By ZeRO also the head's gradient of the table. By ZeRO-3, where the last layer stands before its loop, nothing
+        is transposed.
+        """
+        a, stage = self._kept, self._shares.stage
+        if stage == 3:
+            return 0
+        values = a.layers * self._gathered + 3 * a.whole + (a.products + 1) * a.hidden // a.products
+        return values + (self._table * FLOAT32 if stage else 0)
 
     @property
     def head(self) -> int:
@@ -62,20 +72,88 @@ class Working:
         loop the table's gradient of one microbatch, and the zeros that it starts from, come on top. On one device,
         without a loop, XLA makes the zeros of the layers' accumulators only afterwards, if they are smaller than what
         the layers keep, and with a single chunk those of the table too: they are taken off.
+
+        By ZeRO, without a loop, padded copies stand where the embedding's zeros will be. By ZeRO-3 the forward pass
+        ends outside its loop, and what its last layer keeps is not in its place yet.
         """
-        a, mesh, parallel = self._kept, self.config.mesh, self.config.parallel
+        a, mesh, parallel, stage = self._kept, self.config.mesh, self.config.parallel, self._shares.stage
         derivative = ceil(a.tokens / parallel.loss_chunks) * self._rows * a.width
-        cast = self._table * a.width if a.width < FLOAT32 else 0
+        cast = self._table * a.width if a.width < FLOAT32 and not stage else 0
         padded = derivative + self._table * a.width if self._rows % 8 else 0
+        if stage and not self._loop:
+            padded -= self._table * FLOAT32
         logits = derivative // a.width * FLOAT32
         values = derivative + max(logits, padded) + cast + 3 * a.whole + a.stream
+        values += self._tables(2) + self._outer + self._transposed + (a.layer if stage == 3 else 0)
         if self._loop:
-            return values + 2 * self._table * FLOAT32
+            return values
         accumulators = self._layer * a.layers * BYTES[parallel.accumulate]
         if mesh.size > 1 or a.total < accumulators:
             return values
         table = self._table * BYTES[parallel.accumulate] if parallel.loss_chunks == 1 else 0
         return values - accumulators - table
+
+    @property
+    def embedding(self) -> int:
+        """By ZeRO, where the table's gradient is added up to be scattered: one more of it, and the first layer's on its
+        way; in a loop also room for that of the last tick. Without a loop what layers kept has been read by then, and
+        so has the table.
+        """
+        if not self._shares.stage:
+            return 0
+        leaving = self._layer * BYTES[self.config.parallel.accumulate]
+        values = self._tables(0) + self._table * FLOAT32 + leaving
+        return values + leaving + self._outer + self._transposed if self._loop else values - self._kept.total
+
+    @property
+    def copy(self) -> int:
+        """By ZeRO-1 and 2, where the largest array of parameters is gathered anew, the first of all: that array and its
+        piece, cast; of the others updated pieces, as they are stored and transposed for their gather. What layers kept
+        has been read, and sums of gradients are pieces.
+        """
+        if not self._shares.copies:
+            return 0
+        width, model, parallel = self._kept.width, self.config.model, self.config.parallel
+        whole, piece = max((leaf.local_size(self.config.mesh), p.size) for leaf, p in self._shares.pieces())
+        updated = 2 * (self._shares.owned - piece) * BYTES[model.param_dtype]
+        sums = self._shares.whole - self._shares.owned if self._shares.stage == 1 and self._loop else 0
+        return (whole + piece) * width + updated - self._kept.total - sums * BYTES[parallel.accumulate]
+
+    def _tables(self, plain: int) -> int:
+        """Gradients of the whole table in float32, beside the buckets: in a loop `plain` of them without ZeRO.
+
+        By ZeRO what is summed up is a piece, and these have no bucket: the head's, and zeros that the embedding's
+        starts from, made beforehand; and both again for the last tick behind a loop, which has no head in a pipeline.
+        At stage 1 one of them is the bucket's, and pieces need room beside the sums in the last tick.
+        """
+        stage, table = self._shares.stage, self._table * FLOAT32
+        if not self._loop:
+            return 2 * table if stage else 0
+        if stage == 0:
+            return plain * table
+        last = 2 if self.config.mesh.pp == 1 else 1
+        if stage > 1:
+            return (2 + last) * table
+        pieces = self._shares.owned * BYTES[self.config.parallel.accumulate]
+        return max((1 + last) * table, (last - 1) * table + pieces)
+
+    @property
+    def _outer(self) -> int:
+        """By ZeRO-3: the table, gathered for the whole step."""
+        return self._table * self._kept.width if self._shares.stage == 3 else 0
+
+    @property
+    def _transposed(self) -> int:
+        """The same as it came, beside it in a loop where it is cut along d: where rows do not divide."""
+        _, piece = next(pair for pair in self._shares.pieces() if pair[0].name == "wte")
+        n = prod(getattr(self.config.mesh, axis) for axis in piece.axes)
+        return self._outer if self._loop and self._rows % n else 0
+
+    @property
+    def _coming(self) -> int:
+        """By ZeRO-3: the layer on its way. That at work stands where casts of its weights would."""
+        again = self._shares.stage == 3 and self.config.parallel.regather
+        return self._layer * self._kept.width if again else 0
 
     @property
     def _scores(self) -> int:
@@ -107,14 +185,15 @@ class Working:
     def _beside(self) -> int:
         """What a loop adds to a layer's backward pass.
 
-        The table's gradient of one microbatch, which waits for the embedding's; arrays of the ring transposed, while
-        the ring itself is needed later; and casts of a layer's weights for the last tick, which stands behind the loop.
+        Arrays of the ring transposed, while the ring itself is needed later; and casts of a layer's weights for the
+        last tick, which stands behind the loop. The table's gradient of one microbatch, which waits for the
+        embedding's, is in `_tables`.
         """
         a = self._kept
         if not self._loop:
             return 0
-        cast = self._layer * a.width if a.width < FLOAT32 else 0
-        return a.slots * a.layers * (self._gathered + self._heads) + cast + self._table * FLOAT32
+        cast = self._layer * a.width if a.width < FLOAT32 and not self._shares.stage else 0
+        return a.slots * a.layers * (self._gathered + self._heads) + cast
 
     @property
     def _gathered(self) -> int:
@@ -149,6 +228,10 @@ class Working:
     @cached_property
     def _kept(self) -> Activations:
         return Activations(self.config)
+
+    @cached_property
+    def _shares(self) -> Shares:
+        return Shares(self.config)
 
     @cached_property
     def _sizes(self) -> dict[str, int]:

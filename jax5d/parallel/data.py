@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jax5d.config import AXES
 from jax5d.mesh import DATA_AXES
 
 Tree = Any
@@ -93,7 +94,7 @@ def global_norm(tree: Tree, specs: Tree) -> jax.Array:
     sums: dict[tuple[str, ...], jax.Array] = {}
     leaves = zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(tree), strict=True)
     for spec, leaf in leaves:
-        axes = spec_axes(spec)
+        axes = tuple(a for a in AXES if a in spec_axes(spec))
         sums[axes] = sums.get(axes, jnp.zeros(())) + squares(leaf)
     total = jnp.zeros(())
     for axes, square in sums.items():

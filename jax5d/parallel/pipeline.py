@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax5d.parallel.agree import agreed
+from jax5d.parallel.agree import known_together, zero_once
 from jax5d.parallel.data import squares, varying, varying_axes, zeros_of
 from jax5d.parallel.reduction import Reduction
 from jax5d.parallel.schedules import Table, Tick, phases
@@ -64,19 +64,6 @@ def _rows(ticks: tuple[Tick, ...]) -> dict[str, jax.Array]:
     names = ("forward", "backward", "head")
     columns = {name: [getattr(tick, name) for tick in ticks] for name in names}
     return {name: jnp.asarray(column, jnp.int32) for name, column in columns.items() if column[0] is not None}
-
-
-def _zero_once_done(outer: Tree, blocks: Tree) -> jax.Array:
-    """int32 0, known only when a backward pass is done: by comparisons that XLA does not see through.
-
-    Args:
-        outer: gradients added up by it, of the embedding.
-        blocks: those of the layers; the smallest leaf tells.
-    """
-    leaves = [*jax.tree.leaves(outer), min(jax.tree.leaves(blocks), key=lambda leaf: leaf.size)]
-    done = jnp.stack([leaf.ravel()[0].astype(jnp.float32) for leaf in leaves]).sum()
-    never = (done != done) & (done == done)
-    return agreed(never.astype(jnp.int32), varying_axes(never))
 
 
 def _forward(
@@ -131,6 +118,9 @@ class _Step:
         with jax.named_scope("head"):
             loss, vjp = jax.vjp(lambda o, y: self.work.head(o, from_last(y), m), self.outer, y)
             d_outer, d_y = vjp(varying(self.scale, varying_axes(loss)))
+            d_outer = jax.tree.map(lambda d: d.astype(self.reduction.dtype), d_outer)
+            # cast before the layers' backward pass, which it waits through
+            d_outer, d_y = known_together((d_outer, d_y))
         return carry | {"head": carry["head"] + loss, "d_y": d_y}, d_outer
 
     def _backward(self, carry: dict, row: jax.Array, layers: Callable[..., Back], d_outer: Sequence[Tree]) -> dict:
@@ -148,7 +138,7 @@ class _Step:
             back = layers(jnp.clip(m, 0, self.count - 1), carry["saved"], m, d, valid, carry["blocks"])
         leaving = jnp.clip(row[0], 0, self.count - 1)
         with jax.named_scope("embed"):
-            unembed = jax.linear_transpose(lambda o: jnp.where(is_first(), self.work.embed(o, leaving), 0), self.outer)
+            _, unembed = jax.vjp(lambda o: jnp.where(is_first(), self.work.embed(o, leaving), 0), self.outer)
             (d_embedded,) = unembed(jnp.where(valid & is_first(), back.d_x, 0))
         outer, norms = self.reduction.outer(carry["outer"], [*d_outer, d_embedded])
         return carry | {
@@ -156,7 +146,7 @@ class _Step:
             "blocks": back.grads,
             "outer": outer,
             "squares": add(carry["squares"], {"outer": norms, "blocks": back.squares}),
-            "zero": _zero_once_done(outer, back.grads),
+            "zero": zero_once([*jax.tree.leaves(outer), min(jax.tree.leaves(back.grads), key=lambda leaf: leaf.size)]),
         }
 
 

@@ -38,6 +38,11 @@ Backward = Callable[..., Back]
 class Reduction(Protocol):
     """What becomes of the gradients of a step's microbatches, and when."""
 
+    @property
+    def dtype(self) -> Any:
+        """Of the sums over microbatches and over replicas."""
+        ...
+
     def zeros(self, held: dict[str, Tree]) -> dict[str, Tree]:
         """Sums over microbatches before the first: {"outer", "blocks"} in the shapes of `held`."""
         ...
@@ -67,7 +72,6 @@ class _Summed:
     token_axes: tuple[str, ...]
     all_reduce: AllReduce
     dtype: Any
-    """Of the sums over microbatches and over replicas."""
 
     def zeros(self, held: dict[str, Tree]) -> dict[str, Tree]:
         return jax.tree.map(lambda x: zeros_of(jax.typeof(x).update(dtype=jnp.dtype(self.dtype))), held)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax5d.parallel.agree import zero_once
 from jax5d.parallel.data import squares, varying, varying_axes, zeros_of
 from jax5d.parallel.halves import Halves, halve
 
@@ -240,7 +241,9 @@ class Stack:
         leave: Leave,
     ) -> Back:
         """The same, and each layer's gradients leave while the layer before it is at work."""
-        last, supply = self.weights.count - 1, self.weights.backward
+        count, supply = self.weights.count, self.weights.backward
+        # nothing before the derivative is there, or XLA would begin while the head is at work, and keep more at a time
+        last = count - 1 + zero_once([d[0]])
 
         def step(carry: tuple, at: jax.Array) -> tuple[tuple, Tree]:
             d_y, grads, ready, hand = carry
@@ -250,10 +253,10 @@ class Stack:
             # read from what was just written: read before, XLA may copy all layers' totals to keep the old ones
             return (d_x, grads, leave.ready(grads, at, new), ahead), squares(new)
 
-        ahead = supply.fetch(max(last - supply.ahead, 0))
+        ahead = supply.fetch(jnp.maximum(last - supply.ahead, 0))
         new, d_x = self._one(last, m, ring, slot, d, valid, hand)
         carry = d_x, grads, leave.ready(grads, last, new), ahead
-        (d_x, grads, ready, _), norms = lax.scan(step, carry, jnp.arange(last), reverse=True)
+        (d_x, grads, ready, _), norms = lax.scan(step, carry, jnp.arange(count - 1), reverse=True)
         return Back(leave.put(grads, 0, ready), d_x, add(total(norms), squares(new)))
 
     def _one(

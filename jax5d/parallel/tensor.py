@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax5d.parallel.agree import zero_once
 from jax5d.parallel.data import varying, varying_axes
 
 VOCAB_AXES = ("pp", "tp")
@@ -84,8 +85,29 @@ def embed_tokens(table: jax.Array, ids: jax.Array, boundary: Boundary, dtype: jn
     rows = table.shape[0]
     local = ids - vocab_start(rows)
     owned = (local >= 0) & (local < rows)
-    found = jnp.take(table.astype(jnp.float32), jnp.where(owned, local, 0), axis=0).astype(dtype)
+    found = _rows(table.astype(jnp.float32), jnp.where(owned, local, 0)).astype(dtype)
     return lax.psum(boundary.leave(jnp.where(owned[..., None], found, 0)), "pp")
+
+
+@jax.custom_vjp
+def _rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows of a table [v, d] by their places int32 [b, s]: [b, s, d]."""
+    return jnp.take(table, ids, axis=0)
+
+
+def _rows_fwd(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple]:
+    return _rows(table, ids), (jnp.zeros((table.shape[0], 0)), ids)
+
+
+def _rows_bwd(saved: tuple, d_found: jax.Array) -> tuple[jax.Array, None]:
+    shape, ids = saved
+    # zeros that wait for the gradient: others XLA would write before the layers' backward pass, and keep all the time
+    zero = zero_once([d_found]).astype(d_found.dtype)
+    zeros = varying(jnp.broadcast_to(zero, (shape.shape[0], d_found.shape[-1])), varying_axes(d_found))
+    return zeros.at[ids].add(d_found), None
+
+
+_rows.defvjp(_rows_fwd, _rows_bwd)
 
 
 @jax.named_scope("vocab_max")
