@@ -103,7 +103,7 @@ def test_a_skipped_step() -> None:
 
 def test_any_elementwise_optimizer() -> None:
     """One whose state differs from leaf to leaf, and that counts its own steps."""
-    run = config({"dp": 2}, layers=2)
+    run = config(layers=2)
     labels = lambda params: jax.tree.map(lambda x: "lion" if x.ndim > 2 else "momentum", params)  # noqa: E731
     optimizer = optax.partition({"lion": optax.lion(1e-2), "momentum": optax.sgd(1e-2, 0.9)}, labels)
     away = replace(run, parallel=replace(run.parallel, offload="optimizer"))

@@ -38,8 +38,8 @@ class Memory:
     """The sums over microbatches, in `parallel.accumulate`, from the first backward pass to the update. By ZeRO-2 and 3
     this device's pieces of them; by ZeRO-1 too, where there is one tick and nothing to add up."""
     optimizer: int
-    """Moments in the parameters' dtype unless they are offloaded, counters, and the state of a loss scale; by ZeRO-1 and
-    2 also the weights that are updated, in `model.param_dtype`; by ZeRO of this device's pieces."""
+    """Moments in the parameters' dtype unless they are offloaded, counters, and the state of a loss scale; by ZeRO-1
+    and 2 also the weights that are updated, in `model.param_dtype`; by ZeRO of this device's pieces."""
     activations: int
     """What waits for its backward pass, of all microbatches in flight."""
     working: int
