@@ -59,12 +59,13 @@ def lay_out(base: Program, trainer: Trainer, stage: int) -> tuple[Program, tuple
 def _sharded(trainer: Trainer) -> Tree:
     """NamedShardings of the parameters, of each one dim over dp as well: the first behind the layers' that it divides.
 
-    A parameter without such a dim stays whole, and so do the final norm's two vectors: their gathers depend on nothing,
-    and fake CPU devices deadlock where one of them meets a loop's gather in another order.
+    A parameter without such a dim stays whole. On fake CPU devices so do the final norm's two vectors: their gathers
+    depend on nothing, and the devices deadlock where one of them meets a loop's gather in another order.
     """
+    unordered = trainer.mesh.devices.flat[0].platform == "cpu"
 
     def shard(path: tuple, x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-        if x.ndim == 1:
+        if unordered and x.ndim == 1:
             return sharding
         return NamedSharding(sharding.mesh, _spec(x.shape, sharding, int(path[0].key == "blocks")))
 

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import TypeVar
 
@@ -177,10 +178,14 @@ def _read_words(base: AnyOptions, words: Sequence[str], experiment: str, descrip
 
 
 def _first_paragraph(box: str, values: Mapping[str, object]) -> str:
-    """What tyro's box of an error says before its first rule, in one line and with an example."""
+    """What tyro's box of an error says under its title, in one line and with an example.
+
+    A title is in the box's frame, or where that cannot be encoded, above a rule.
+    """
     lines = [line.strip("│| ") for line in box.splitlines()[1:]]
-    rule = next((i for i, line in enumerate(lines) if not line.strip("─-")), len(lines))
-    text = " ".join(lines[:rule]).removeprefix("Error parsing ").rstrip(".")
+    is_rule = lambda line: not line.strip("─-")  # noqa: E731
+    paragraph = takewhile(lambda line: not is_rule(line), dropwhile(is_rule, lines))
+    text = " ".join(paragraph).removeprefix("Error parsing ").rstrip(".")
     option = re.search(r"--([a-z_.]+)", text)
     example = values.get(option[1]) if option else None
     if option and example is not None:

@@ -22,10 +22,12 @@ from tiny import (
     assert_close,
     batch,
     check_equivalent,
+    check_replica,
     config,
     gradients,
     host,
     name,
+    pad_to,
     put,
     start,
     trainer,
@@ -38,29 +40,50 @@ from jax5d.mesh import make_mesh
 from jax5d.parallel.data import diverge, global_norm, is_spec, reduction_axes
 
 NORM_MESHES = [{}, {"dp": 8}, {"tp": 4}, {"pp": 4}, {"pp": 2, "dp": 2, "tp": 2}]
+STAGES = [(mesh, stage) for mesh in NORM_MESHES for stage in (range(4) if "dp" in mesh else (0, 3))]
+"""Where there is one replica, every stage of ZeRO is stage 0: there 3 stands for them all."""
 
 
-@pytest.mark.parametrize("mesh", NORM_MESHES, ids=name)
-def test_norm_and_clipping(mesh: dict[str, int]) -> None:
+def part(x: Any) -> str:
+    """A part of a case's id."""
+    return name(x) if isinstance(x, dict) else str(x)
+
+
+@pytest.mark.parametrize(("mesh", "stage"), STAGES, ids=part)
+def test_norm_and_clipping(mesh: dict[str, int], stage: int) -> None:
     """B01 (a), (c): the logged norm is one device's raw gradient's; clipping to half of it halves the update."""
     run = config(mesh)
     _, grads = plain(run, weights(run.model), batch(run))
     norm = float(optax.tree.norm(grads))
-    run = config(mesh, clip=0.5 * norm)
+    run = config(mesh, clip=0.5 * norm, zero=stage)
     state, metrics = trainer(run).step(start(run), put(run, batch(run)))
     chex.assert_trees_all_close(float(metrics["grad_norm"]), norm, rtol=1e-5, atol=0)
     want = jax.tree.map(lambda p, g: p - np.float32(RATE * 0.5) * g, weights(run.model), grads)
-    chex.assert_trees_all_close(host(state.params), want, rtol=0, atol=1e-6)
+    chex.assert_trees_all_close(host(state.params, run.model), want, rtol=0, atol=1e-6)
+    check_replica(state, run)
 
 
-@pytest.mark.parametrize("mesh", NORM_MESHES, ids=name)
-def test_norm_counts_each_parameter_once(mesh: dict[str, int]) -> None:
-    """B01 (b): the norm of ones is the root of the number of parameters, the tied table counted once."""
-    proof = trainer(config(mesh))
+@pytest.mark.parametrize(
+    ("mesh", "stage", "options", "count"),
+    [
+        *((mesh, stage, {}, 54976) for mesh, stage in STAGES),
+        ({"dp": 4, "tp": 2}, 3, {"d_model": 30, "heads": 2, "vocab": 97}, 50642),
+        ({"dp": 8}, 1, {"d_model": 30, "heads": 2, "vocab": 97}, 50642),
+    ],
+    ids=part,
+)
+def test_norm_counts_each_parameter_once(mesh: dict[str, int], stage: int, options: dict[str, int], count: int) -> None:
+    """B01 (b): the norm of ones is the root of the number of parameters, the tied table counted once, padding never.
+
+    With d 30, 97 tokens and 32 places: 97 d + 32 d + 4 (4 d d + 2 x 128 d + 4 d + 128 + 5 d) + 2 d.
+    """
+    run = config(mesh, zero=stage, **options)
+    proof = trainer(run)
     specs = proof.specs.params
-    ones = jax.device_put(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), proof.model.shapes), proof.shardings.params)
+    ones = jax.tree.map(lambda x, y: pad_to(np.ones_like(x), y.shape), weights(run.model), proof.shapes.params)
+    ones = jax.device_put(ones, proof.shardings.params)
     norm = jax.shard_map(partial(global_norm, specs=specs), mesh=proof.mesh, in_specs=(specs,), out_specs=P())
-    assert float(jax.jit(norm)(ones)) == np.float32(math.sqrt(54976))
+    assert float(jax.jit(norm)(ones)) == np.float32(math.sqrt(count))
 
 
 def per_device(loss: Any, check_vma: bool) -> Any:
@@ -120,7 +143,7 @@ EXPERT_MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "sequence"), EXPERT_MESHES, ids=lambda x: name(x) if isinstance(x, dict) else str(x))
+@pytest.mark.parametrize(("mesh", "sequence"), EXPERT_MESHES, ids=part)
 def test_experts_and_router(mesh: dict[str, int], sequence: bool) -> None:
     """B06, B07: expert gradients have no factor of ep, and router copies stay equal through 3 steps."""
     run = config(mesh, moe=True, sequence=sequence)

@@ -124,8 +124,10 @@ def weights(model: ModelConfig, seed: int = 0) -> Tree:
 
 
 def pad_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Zeros behind the entries of `x`: the padding of the vocabulary."""
-    return np.pad(x, [(0, n - m) for n, m in zip(shape, x.shape, strict=True)])
+    """Zeros behind the entries of `x`: the padding of the vocabulary, and of pieces under ZeRO."""
+    padded = np.zeros(shape, x.dtype)
+    padded[tuple(slice(n) for n in x.shape)] = x
+    return padded
 
 
 def start(run: RunConfig, params: Tree | None = None) -> TrainState:
@@ -193,7 +195,7 @@ def assert_shards(got: Tree, want: Tree, *, relative: float = 0, absolute: float
     """Every device's shard is that part of `want`, and devices with the same part hold the same bytes.
 
     Args:
-        got: arrays on a mesh; vocabulary padding must be 0.
+        got: arrays on a mesh; what is padding there must be 0.
         want: NumPy arrays without padding.
         relative: allowed difference, over the largest entry of the leaf.
         absolute: allowed difference besides.
@@ -201,18 +203,27 @@ def assert_shards(got: Tree, want: Tree, *, relative: float = 0, absolute: float
 
     def leaf(path: Any, array: jax.Array, expected: np.ndarray) -> None:
         where = jax.tree_util.keystr(path)
-        expected, seen = pad_to(expected, array.shape), {}
-        limit = relative * float(np.max(np.abs(expected))) + absolute
+        limit = np.full(expected.shape, relative * float(np.max(np.abs(expected))) + absolute)
+        expected, limit, seen = pad_to(expected, array.shape), pad_to(limit, array.shape), {}
         for shard in array.addressable_shards:
             data = np.asarray(shard.data)
             part = str(shard.index)
             if part not in seen:
-                difference = float(np.max(np.abs(data - expected[shard.index]), initial=0))
-                assert difference <= limit, f"{where} {part}: off by {difference}"
+                difference = np.abs(data - expected[shard.index])
+                assert np.all(difference <= limit[shard.index]), f"{where} {part}: off by {np.max(difference)}"
             same = seen.setdefault(part, data.tobytes()) == data.tobytes()
             assert same, f"{where}: device {shard.device} holds other bytes of {part}"
 
     jax.tree.map_with_path(leaf, got, want)
+
+
+def check_replica(state: TrainState, run: RunConfig) -> None:
+    """ZeRO-1 and 2 compute with the parameters, to the bit, on every device; other stages have no copy of them."""
+    if not trainer(run).zero.replicates:
+        assert state.replica == ()
+        return
+    params = jax.tree.map(lambda x: x.astype(run.model.dtype), host(state.params, run.model))
+    assert_shards(state.replica, params)
 
 
 def check_equivalent(
@@ -226,7 +237,8 @@ def check_equivalent(
     """Train a few steps on the run's mesh, from `params` (default: initial ones), as the plain model trains.
 
     Step 1: loss and losses of the router within 1e-6, each gradient leaf within 2e-6 of its largest entry, the
-    gradient norm within 1e-6. Last step: parameters within 1e-5. Both: every shard of every device.
+    gradient norm within 1e-6. Last step: parameters within 1e-5; ZeRO's replica of them. All: every shard of every
+    device.
 
     Returns:
         The last state, and the metrics of step 1.
@@ -247,4 +259,5 @@ def check_equivalent(
             chex.assert_trees_all_close(float(metrics["grad_norm"]), norm, rtol=1e-6, atol=0)
     chex.assert_trees_all_close(host(state.params, run.model), want.params, rtol=0, atol=1e-5)
     assert_shards(state.params, want.params, absolute=1e-5)
+    check_replica(state, run)
     return state, first
