@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax5d.config import AXES, MeshConfig, check_devices
+from jax5d.config import AXES, ConfigError, MeshConfig, check_devices
 
 DATA_AXES = ("dp", "ep", "cp")
 """Axes over which devices hold different tokens."""
+
+DEVICE, HOST = "device", "pinned_host"
+"""JAX's names of a device's own memory, and of the host's memory that it can copy from and to by itself."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]
@@ -24,6 +28,53 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     check_devices(config, len(devices))
     return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def memories(mesh: Mesh) -> set[str]:
+    """Kinds of memory that the mesh's devices can use; none where they are not there and only compiled for."""
+    return {memory.kind for device in mesh.devices.flat for memory in device.addressable_memories()}
+
+
+def check_memory(mesh: Mesh, memory: str) -> None:
+    """Raise `ConfigError` where the mesh's devices cannot use a kind of memory."""
+    if (found := memories(mesh)) and memory not in found:
+        raise ConfigError(
+            f"parallel.offload=optimizer needs memory of kind {memory}, but {mesh.devices.flat[0].device_kind} has "
+            f"{', '.join(sorted(found))}; write --parallel.offload none"
+        )
+
+
+def placed(mesh: Mesh, spec: PartitionSpec, memory: str = DEVICE) -> NamedSharding:
+    """The layout of an array on a mesh, in one of its memories; also on devices that are only compiled for."""
+    if memories(mesh):
+        return NamedSharding(mesh, spec, memory_kind=memory)
+    return _Absent.of(mesh, spec, memory)
+
+
+class _Absent(NamedSharding):
+    """A layout on devices that are not there, whose memories JAX does not know and would therefore leave out."""
+
+    kind: str
+
+    @classmethod
+    def of(cls, mesh: Any, spec: PartitionSpec, memory: str) -> _Absent:
+        """`NamedSharding` makes itself in C++, so not in `__init__`."""
+        made = cls(mesh, spec)
+        made.kind = memory
+        return made
+
+    @property
+    def memory_kind(self) -> str:
+        return self.kind
+
+    def with_memory_kind(self, kind: str) -> _Absent:
+        return self.of(self.mesh, self.spec, kind)
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.kind))
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and self.kind == getattr(other, "kind", None)
 
 
 def gpu_options(reduction: str) -> dict[str, int]:

@@ -98,7 +98,7 @@ def test_temporaries_with_an_array_too_many_do_not_pass():
     model, stream, square = block_model("gpt2", 1024, "plain"), 8 * 2048 * 768, 8 * 12 * 2048**2
 
     def held(attention: str, temporaries: int) -> bool:
-        build = Build(attention, 2048, Memory(0, 0, 0, temporaries, 0, None), [])
+        build = Build(attention, 2048, Memory(0, 0, 0, temporaries, 0, None, 0), [])
         (check,) = (c for c in check_builds(model, 8, [build]) if "temporaries" in c.name)
         return check.held
 

@@ -157,7 +157,8 @@ def test_others_are_refused_by_reason(name: str) -> None:
     message = str(caught.value)
     assert "\n" not in message
     assert message.endswith(
-        "leave clipping by norm to train.clip, or keep parameters whole by parallel.zero=0 on dp and cp alone"
+        "leave clipping by norm to train.clip, or keep parameters whole by parallel.zero=0 on dp and cp alone, without "
+        "parallel.offload"
     )
 
 

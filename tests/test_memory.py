@@ -104,6 +104,7 @@ STATES = [
     {"optimizer": "sgd"},
     {"architecture": "llama", "vocab": 97},
     {"moe": True, "zero_axes": ("ep",)},
+    {"offload": "optimizer", "dtype": "bfloat16", "param_dtype": "bfloat16"},
 ]
 
 
@@ -115,10 +116,12 @@ def test_state_is_that_of_the_trainer(options):
             run = tiny.config(mesh, **{"optimizer": "adamw", "zero": zero, **options})
             made = trainer(run)
             leaves = zip(jax.tree.leaves(made.shapes), jax.tree.leaves(made.shardings), strict=True)
-            held = sum(math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize for x, sharding in leaves)
-            assert state_bytes(run) == held
+            held = {"device": 0, "pinned_host": 0}
+            for x, sharding in leaves:
+                held[sharding.memory_kind] += math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            assert state_bytes(run) == held["device"]
             if not run.model.experts:
-                assert memory(run).state == held
+                assert (memory(run).state, memory(run).host) == (held["device"], held["pinned_host"])
 
 
 @pytest.mark.parametrize(("policy", "architecture"), [("none", "gpt2"), ("full", "llama")])
@@ -137,6 +140,7 @@ BUCKETS = {
     "microbatches": ({"dp": 4}, {"microbatches": 2, "dtype": "bfloat16", "param_dtype": "bfloat16"}),
     "pipeline": ({"pp": 2, "dp": 2, "tp": 2}, {"layers": 2, "dtype": "float16", "vocab": 97, "accumulate": "bfloat16"}),
     "experts": ({"dp": 2, "ep": 2, "cp": 2}, {"moe": True, "zero_axes": ("dp", "ep")}),
+    "offloaded": ({"dp": 2, "tp": 2}, {"offload": "optimizer"}),
     "zeros behind": ({"dp": 4}, {"d_model": 30, "heads": 2, "vocab": 97, "optimizer": "sgd"}),
 }
 

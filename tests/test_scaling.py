@@ -85,10 +85,10 @@ def test_the_factor(norm: float, good: int, wanted: dict[str, float]) -> None:
     """Doubled after so many good steps in a row, halved after one that is not finite."""
     state = {"factor": jnp.float32(8), "good": jnp.int32(good), "skipped": jnp.int32(3)}
     new, old = {"w": jnp.ones(2)}, {"w": jnp.zeros(2)}
-    taken, following, metrics = Dynamic().take(jnp.float32(norm), new, old, state)
+    following, metrics = Dynamic().after(jnp.float32(norm), state)
     assert host(following) == wanted
     assert {k: x.dtype for k, x in following.items()} == {k: x.dtype for k, x in state.items()}
-    chex.assert_trees_all_equal(taken, new if np.isfinite(norm) else old)
+    chex.assert_trees_all_equal(Dynamic().choose(jnp.float32(norm), new, old), new if np.isfinite(norm) else old)
     assert (float(metrics["loss_scale"]), float(metrics["skipped"])) == (8, not np.isfinite(norm))
 
 
@@ -99,7 +99,8 @@ def test_other_dtypes_are_not_scaled(dtype: str) -> None:
     assert isinstance(proof.scaling, Fixed)
     assert proof.shapes.loss_scale == ()
     new, old = {"w": jnp.ones(2)}, {"w": jnp.zeros(2)}
-    assert Fixed().take(jnp.float32(np.nan), new, old, ()) == (new, (), {})
+    assert Fixed().choose(jnp.float32(np.nan), new, old) is new
+    assert Fixed().after(jnp.float32(np.nan), ()) == ((), {})
 
 
 def test_scaling_saves_small_gradients() -> None:

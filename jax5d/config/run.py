@@ -80,6 +80,8 @@ class ParallelConfig:
     """Data axes over which ZeRO shares out; with fewer, replicas along the others hold the same (hybrid sharding)."""
     regather: bool = True
     """ZeRO-3: gather a layer's parameters again for the backward pass; otherwise keep them from the forward pass."""
+    offload: Literal["none", "optimizer"] = "none"
+    """What lies in the host's memory. optimizer: AdamW's moments, brought to the device a layer at a time to update."""
 
 
 @dataclass(frozen=True)

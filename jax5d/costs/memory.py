@@ -38,14 +38,16 @@ class Memory:
     """The sums over microbatches, in `parallel.accumulate`, from the first backward pass to the update. By ZeRO-2 and 3
     this device's pieces of them; by ZeRO-1 too, where there is one tick and nothing to add up."""
     optimizer: int
-    """Moments in the parameters' dtype, counters, and the state of a loss scale; by ZeRO-1 and 2 also the weights that
-    are updated, in `model.param_dtype`; by ZeRO of this device's pieces."""
+    """Moments in the parameters' dtype unless they are offloaded, counters, and the state of a loss scale; by ZeRO-1
+    and 2 also the weights that are updated, in `model.param_dtype`; by ZeRO of this device's pieces."""
     activations: int
     """What waits for its backward pass, of all microbatches in flight."""
     working: int
     """What comes and goes, at its most: logits, the values of one layer's backward pass, casts, copies."""
     batch: int
     """Token ids and labels."""
+    host: int
+    """In the host's memory for this device, and not in `state` or `total`: the moments, where they are offloaded."""
 
     @property
     def state(self) -> int:
@@ -54,8 +56,8 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it, at the moment when there is most."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        """All of it, at the moment when there is most. One layer's moments come and go after that moment."""
+        return sum(getattr(self, field.name) for field in fields(self)) - self.host
 
 
 def memory(config: RunConfig) -> Memory:
@@ -74,11 +76,12 @@ def memory(config: RunConfig) -> Memory:
         activations=activations.total,
         working=Working(config).total,
         batch=2 * config.parallel.microbatches * activations.tokens * INT32,
+        host=_moments(shares) if config.parallel.offload == "optimizer" else 0,
     )
 
 
 def state_bytes(config: RunConfig) -> int:
-    """Bytes per device of parameters and optimizer state, exactly, of any model: what a trainer's state holds."""
+    """Bytes per device of parameters and optimizer state, exactly, of any model: what a trainer's state holds there."""
     shares = Shares(config)
     return _parameters(shares) + _optimizer(shares)
 
@@ -93,5 +96,11 @@ def _parameters(shares: Shares) -> int:
 def _optimizer(shares: Shares) -> int:
     name, model = shares.config.train.optimizer, shares.config.model
     scale = LOSS_SCALE if model.dtype == "float16" else 0
-    arrays = MOMENTS[name] + (1 if shares.copies else 0)
-    return arrays * shares.owned * BYTES[model.param_dtype] + COUNTERS[name] * INT32 + scale
+    updated = shares.owned * BYTES[model.param_dtype] if shares.copies else 0
+    moments = _moments(shares) if shares.config.parallel.offload == "none" else 0
+    return updated + moments + COUNTERS[name] * INT32 + scale
+
+
+def _moments(shares: Shares) -> int:
+    config = shares.config
+    return MOMENTS[config.train.optimizer] * shares.owned * BYTES[config.model.param_dtype]

@@ -49,6 +49,8 @@ class Memory:
     """Generated code."""
     compiler_peak: int | None
     """Peak of arguments, outputs and temporaries alive together, where this version of XLA reports it."""
+    host: int
+    """In the host's memory for this device, and in none of the other figures: what is offloaded."""
 
     @property
     def peak(self) -> int:
@@ -59,13 +61,21 @@ class Memory:
     def of(cls, compiled: Any) -> Memory:
         """Of what `jax.jit(...).lower(...).compile()` gives."""
         stats = compiled.memory_analysis()
+        host = (
+            stats.host_argument_size_in_bytes
+            + stats.host_output_size_in_bytes
+            - stats.host_alias_size_in_bytes
+            + stats.host_temp_size_in_bytes
+        )
+        peak = getattr(stats, "peak_memory_in_bytes", None)  # of both memories together
         return cls(
             arguments=stats.argument_size_in_bytes,
             outputs=stats.output_size_in_bytes,
             aliased=stats.alias_size_in_bytes,
             temporaries=stats.temp_size_in_bytes,
             code=stats.generated_code_size_in_bytes,
-            compiler_peak=getattr(stats, "peak_memory_in_bytes", None) or None,
+            compiler_peak=peak - host if peak else None,
+            host=host,
         )
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jax5d.mesh import HOST
 from jax5d.parallel.data import diverge, varying
 from jax5d.parallel.schedules import SCHEDULES
 from jax5d.parallel.stack import Stack
@@ -28,8 +29,9 @@ class Buckets:
 
 
 def bytes_on_device(tree: Any, device: jax.Device) -> int:  # pyright: ignore[reportInvalidTypeForm]
-    """Bytes that a tree of arrays holds on one device."""
-    shards = (s for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards)
+    """Bytes that a tree of arrays holds on one device; those in the host's memory for it do not count."""
+    there = (leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind != HOST)
+    shards = (shard for leaf in there for shard in leaf.addressable_shards)
     return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
 

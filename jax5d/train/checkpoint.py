@@ -30,7 +30,7 @@ from jax5d.config import (
     check_layout,
 )
 from jax5d.costs.parameters import leaves
-from jax5d.mesh import make_mesh
+from jax5d.mesh import HOST, make_mesh
 from jax5d.train.step import Trainer, TrainState
 
 Tree = Any
@@ -77,6 +77,8 @@ class Checkpoints:
     def save(self, step: int, state: TrainState) -> None:
         """Begin to write the state of `step`; the arrays are copied before this returns, so they may be donated.
 
+        Arrays in the host's memory are not copied there once more, but on disk before this returns.
+
         Raises `SaveError`, also for what an earlier write in the background ran into.
         """
         needed, free = sum(x.nbytes for x in jax.tree.leaves(_tree(state))), shutil.disk_usage(self.folder).free
@@ -86,6 +88,8 @@ class Checkpoints:
         with self._naming_failure():
             if not self._manager.save(step, args=items):
                 raise SaveError(f"a checkpoint of step {step} or later is already there")
+        if any(x.sharding.memory_kind == HOST for x in jax.tree.leaves(state)):
+            self.finish()
 
     def finish(self) -> None:
         """Wait until everything is on disk. Raises `SaveError` where it could not be written."""

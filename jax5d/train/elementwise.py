@@ -39,7 +39,7 @@ CALLS = frozenset({"jit", "pjit", "closed_call", "checkpoint", "custom_jvp_call"
 
 MEND = (
     "use an elementwise one, such as adamw, lion or sgd with momentum, leave clipping by norm to train.clip, or keep "
-    "parameters whole by parallel.zero=0 on dp and cp alone"
+    "parameters whole by parallel.zero=0 on dp and cp alone, without parallel.offload"
 )
 
 
@@ -102,7 +102,7 @@ def _half(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 def _refused(reason: str) -> ConfigError:
     return ConfigError(
-        f"the optimizer is not elementwise, as one must be that updates shards of parameters: {reason}; {MEND}"
+        f"the optimizer is not elementwise, as one must be that updates parts of parameters: {reason}; {MEND}"
     )
 
 

@@ -34,8 +34,12 @@ class Scaling(Protocol):
         """Of `step` steps, those that changed the parameters: int32 []."""
         ...
 
-    def take(self, norm: jax.Array, new: Tree, old: Tree, state: Tree) -> tuple[Tree, Tree, dict[str, jax.Array]]:
-        """The new or the old values by whether the gradients' norm is finite; the next state; metrics."""
+    def choose(self, norm: jax.Array, new: Tree, old: Tree) -> Tree:
+        """The new or the old values by whether the gradients' norm is finite."""
+        ...
+
+    def after(self, norm: jax.Array, state: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        """The state after a step with such a norm; metrics."""
         ...
 
 
@@ -58,9 +62,13 @@ class Fixed:
         """All."""
         return step
 
-    def take(self, norm: jax.Array, new: Tree, old: Tree, state: Tree) -> tuple[Tree, Tree, dict[str, jax.Array]]:
+    def choose(self, norm: jax.Array, new: Tree, old: Tree) -> Tree:
         """Always the new."""
-        return new, state, {}
+        return new
+
+    def after(self, norm: jax.Array, state: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        """Nothing."""
+        return state, {}
 
 
 class Dynamic:
@@ -86,8 +94,12 @@ class Dynamic:
         """Those that were not skipped."""
         return step - state["skipped"]
 
-    def take(self, norm: jax.Array, new: Tree, old: Tree, state: Tree) -> tuple[Tree, Tree, dict[str, jax.Array]]:
-        """The old, with half the factor, after an overflow."""
+    def choose(self, norm: jax.Array, new: Tree, old: Tree) -> Tree:
+        """The old after an overflow."""
+        return jax.tree.map(lambda n, o: jnp.where(jnp.isfinite(norm), n, o), new, old)
+
+    def after(self, norm: jax.Array, state: Tree) -> tuple[Tree, dict[str, jax.Array]]:
+        """Half the factor after an overflow, and twice after many good steps."""
         finite = jnp.isfinite(norm)
         patient = finite & (state["good"] + 1 >= self.PATIENCE)
         change = jnp.where(finite, jnp.where(patient, 2.0, 1.0), 0.5)
@@ -97,4 +109,4 @@ class Dynamic:
             "skipped": state["skipped"] + jnp.where(finite, 0, 1),
         }
         metrics = {"loss_scale": state["factor"], "skipped": jnp.where(finite, 0.0, 1.0)}
-        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old), following, metrics
+        return following, metrics

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax5d.config import RunConfig
 from jax5d.costs.communication import check_bucket
-from jax5d.mesh import make_mesh
+from jax5d.mesh import DEVICE, check_memory, make_mesh, memories, placed
 from jax5d.models.build import BATCH_SPEC, Model
 from jax5d.parallel import pipeline
 from jax5d.parallel.data import (
@@ -34,6 +34,7 @@ from jax5d.parallel.zero import Zero, make_zero
 from jax5d.train.elementwise import by_parameter, check_elementwise
 from jax5d.train.optimizer import learning_rate, make_optimizer
 from jax5d.train.scaling import Dynamic, Fixed, Scaling
+from jax5d.train.update import Step, Update, make_update
 
 Tree = Any
 Batch = dict[str, jax.Array]
@@ -74,13 +75,16 @@ class Trainer:
     ) -> Trainer:
         """A trainer for `config`, on all devices and with its own optimizer unless others are given.
 
-        Raises `ConfigError` for a bucket larger than the gradients (`check_bucket`), and for an optimizer that is not
-        elementwise (`check_elementwise`) where a device holds only parts of parameters.
+        Raises `ConfigError` for a bucket larger than the gradients (`check_bucket`), for an optimizer that is not
+        elementwise (`check_elementwise`) where it gets only parts of parameters, and where devices cannot offload
+        (`check_memory`).
         """
         check_bucket(config)
         mesh = make_mesh(config.mesh) if mesh is None else mesh
         trainer = Trainer(config, mesh, optimizer or make_optimizer(config.train))
-        if optimizer and any(mesh.shape[axis] > 1 for axis in split_axes(trainer.specs.params)):
+        check_memory(mesh, trainer.update.memory)
+        split = any(mesh.shape[axis] > 1 for axis in split_axes(trainer.specs.params))
+        if optimizer and (split or trainer.update.parts):
             check_elementwise(trainer.optimizer, trainer.model.shapes)
         return trainer
 
@@ -98,17 +102,28 @@ class Trainer:
     @cached_property
     def specs(self) -> TrainState:
         """PartitionSpecs of the state: the optimizer's leaves lie as their parameters do."""
-        params, specs = self.model.shapes, self.zero.stored
-        shapes = jax.eval_shape(self.optimizer.init, params)
-        opt_state = by_parameter(self.optimizer, shapes, specs, P())
+        specs = self.zero.stored
+        opt_state = self._of_optimizer(specs, P())
         scale = jax.tree.map(lambda _: P(), self.scaling.init())
         replica = self.model.specs if self.zero.replicates else ()
         return TrainState(cast(Any, P()), specs, opt_state, scale, replica)
 
     @cached_property
     def shardings(self) -> TrainState:
-        """NamedShardings of the state."""
-        return jax.tree.map(partial(NamedSharding, self.mesh), self.specs, is_leaf=is_spec)
+        """NamedShardings of the state, memory included."""
+        memory = jax.tree.map(lambda _: DEVICE, self.specs, is_leaf=is_spec)
+        moments = self._of_optimizer(jax.tree.map(lambda _: self.update.memory, self.model.shapes), DEVICE)
+        memory = replace(memory, opt_state=moments)
+        return jax.tree.map(partial(placed, self.mesh), self.specs, memory, is_leaf=is_spec)
+
+    def _of_optimizer(self, values: Tree, other: Any) -> Tree:
+        """The optimizer's state with each leaf replaced by its parameter's in `values`, or by `other`."""
+        return by_parameter(self.optimizer, jax.eval_shape(self.optimizer.init, self.model.shapes), values, other)
+
+    @cached_property
+    def update(self) -> Update:
+        """How and where parameters are updated."""
+        return make_update(self.config.parallel.offload, self.optimizer)
 
     @property
     def scaling(self) -> Scaling:
@@ -123,7 +138,7 @@ class Trainer:
     @property
     def batch_sharding(self) -> NamedSharding:
         """Of a batch's arrays [microbatches, rows, sequence]."""
-        return NamedSharding(self.mesh, BATCH_SPEC)
+        return placed(self.mesh, BATCH_SPEC)
 
     def _create(self) -> TrainState:
         return self._begin(self.model.init(jax.random.key(self.config.seed)))
@@ -174,8 +189,9 @@ class Trainer:
         labels are ignored. Metrics are float32 [] but for the counts of an MoE.
         """
         body = self._shard_map(self._step, (self.specs, BATCH_SPEC), (self.specs, P()))
-        # left to itself JAX respells the specs of results, and the next step would be compiled anew
-        shardings = (self.shardings, NamedSharding(self.mesh, P()))
+        # left to itself JAX respells the specs of results, and the next step would be compiled anew; but for devices
+        # that are not there it could not find its results' memories
+        shardings = (self.shardings, placed(self.mesh, P())) if memories(self.mesh) else None
         return jax.jit(body, out_shardings=shardings, donate_argnums=0)
 
     @cached_property
@@ -196,18 +212,16 @@ class Trainer:
         grads, metrics = self._gradients(state, batch)
         norm = global_norm(grads, self.specs.params)
         with jax.named_scope("optimizer"):
-            new, skipped = self._update(state, clip_by_norm(grads, norm, self.config.train.clip), norm)
+            new, skipped = self._updated(state, grads, norm)
         rate = learning_rate(self.config.train)(self.scaling.updates(state.step, state.loss_scale))
         return new, metrics | skipped | {"grad_norm": norm, "learning_rate": rate}
 
-    def _update(self, state: TrainState, grads: Tree, norm: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+    def _updated(self, state: TrainState, grads: Tree, norm: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         """The state after an update with `grads`; metrics of the loss scale."""
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        new = optax.apply_updates(state.params, updates), opt_state
-        (params, opt_state), scale, metrics = self.scaling.take(
-            norm, new, (state.params, state.opt_state), state.loss_scale
-        )
+        clip = partial(clip_by_norm, norm=norm, limit=self.config.train.clip)
+        step = Step(norm, clip, partial(self.scaling.choose, norm))
+        params, opt_state = self.update(step, grads, state.opt_state, state.params)
+        scale, metrics = self.scaling.after(norm, state.loss_scale)
         replica = self.zero.replica(params) if self.zero.replicates else ()
         return TrainState(state.step + 1, params, opt_state, scale, replica), metrics
 
