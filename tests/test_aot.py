@@ -187,6 +187,7 @@ def test_gpu_options_reach_a_real_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["XLA_FLAGS"] == "--xla_gpu_autotune_level=0"
     use_gpus()
     assert os.environ["XLA_FLAGS"].split()[1:] == [f"--{k}={v}" for k, v in gpu_options("overlap").items()]
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_all_reduce_combine_threshold_bytes=1")
+    own = [f"--{name}=1" for name in gpu_options("overlap")]
+    monkeypatch.setenv("XLA_FLAGS", " ".join(own))
     use_gpus()
-    assert os.environ["XLA_FLAGS"] == "--xla_gpu_all_reduce_combine_threshold_bytes=1"
+    assert os.environ["XLA_FLAGS"].split() == own
