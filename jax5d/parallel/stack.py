@@ -247,7 +247,8 @@ class Stack:
 
         def step(carry: tuple, at: jax.Array) -> tuple[tuple, Tree]:
             d_y, grads, ready, hand = carry
-            ahead = supply.fetch(jnp.maximum(at - supply.ahead, 0))
+            # a place of its own, or XLA may fuse what is sent for it with what the other layer's gradients bring back
+            ahead = supply.fetch(lax.optimization_barrier(jnp.maximum(at - supply.ahead, 0)))
             new, d_x = self._one(at, m, ring, slot, (d_y, d[1]), valid, hand)
             grads = leave.put(grads, at + 1, ready)
             # read from what was just written: read before, XLA may copy all layers' totals to keep the old ones
