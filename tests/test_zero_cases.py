@@ -20,6 +20,7 @@ from programs import carried, equations
 from tiny import (
     RATE,
     assert_close,
+    assert_shards,
     batch,
     check_equivalent,
     check_replica,
@@ -41,6 +42,7 @@ from jax5d.parallel.data import varying
 from jax5d.parallel.reduction import make_reduction
 from jax5d.parallel.zero import Cut
 from jax5d.train.optimizer import decay_mask
+from jax5d.train.step import Trainer
 
 CUBE = {"pp": 2, "dp": 2, "tp": 2}
 
@@ -68,6 +70,20 @@ def test_a_tied_table_with_adamw(stage: int) -> None:
     chex.assert_trees_all_close(np.asarray(state.params["outer"]["wte"]), params["outer"]["wte"], rtol=0, atol=1e-5)
     moments = [x for x in jax.tree.leaves(state.opt_state[1]) if x.shape == (96, 32)]
     assert [x.addressable_shards[0].data.size for x in moments] == [96 * 32 // 4] * 2  # over pp 2 and dp 2
+
+
+def test_an_optimizer_of_ones_own() -> None:
+    """Momentum and schedule of optax's SGD, at ZeRO-3: all parameters after 5 steps are those of one device."""
+    run = config({"dp": 2, "tp": 2}, zero=3, microbatches=2)
+    optimizer = optax.sgd(optax.linear_schedule(0.1, 0.02, 4), momentum=0.9, nesterov=True)
+    proof = Trainer.create(run, mesh=make_mesh(run.mesh, jax.devices()[:4]), optimizer=optimizer)
+    params, data = weights(run.model), batch(run)
+    state, alone = proof.begin(params), optimizer.init(params)
+    for _ in range(5):
+        state, _ = proof.step(state, put(run, data))
+        updates, alone = jax.jit(optimizer.update)(plain(run, params, data)[1], alone, params)
+        params = host(optax.apply_updates(params, updates))
+    assert_shards(state.params, params, absolute=1e-5)
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=name)

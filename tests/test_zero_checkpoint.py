@@ -16,6 +16,8 @@ import pytest
 import tiny
 
 from jax5d.config import MeshConfig
+from jax5d.costs.memory import state_bytes
+from jax5d.measure.memory import buckets
 from jax5d.train.checkpoint import Checkpoints, from_checkpoint
 from jax5d.train.step import Trainer, TrainState
 
@@ -65,7 +67,8 @@ CHAINS = {
 def test_from_stage_to_stage(chain: str, dtype: str, tmp_path: Path) -> None:
     """B45, B46: d 30 and 97 tokens, whose padding differs from mesh to mesh: what one device began with arrives.
 
-    Under bfloat16 compute parameters and moments stay float32. Counters beyond float32's integers stay what they are.
+    A device then holds the bytes of theory. Under bfloat16 compute parameters and moments stay float32. Counters beyond
+    float32's integers stay what they are.
     """
     there = fitting.trainer(fitting.config(dtype=dtype, **UNEVEN))
     want = drawn(there)
@@ -74,6 +77,8 @@ def test_from_stage_to_stage(chain: str, dtype: str, tmp_path: Path) -> None:
         here = fitting.trainer(fitting.config(mesh, zero=stage, dtype=dtype, **UNEVEN))
         state = through(tmp_path / str(number), state, there, here)
         check_state(state, here, want)
+        held = buckets(here, state)
+        assert held.parameters + held.optimizer == state_bytes(here.config)
         there = here
     kinds = {x.dtype for x in jax.tree.leaves((state.params, state.opt_state, state.step))}
     assert kinds == {np.dtype("float32"), np.dtype("int32")}
