@@ -20,8 +20,9 @@ Sequence parallelism divides the textbook's layer by t; here what the products r
 
 The rows of ZeRO are formula alone; memory_buckets holds it against the compiler.
 
-Expected, with 8 sequences of 4096 tokens: 60 GB on one GPU and on each of dp8 and dp64, 16 on tp8, 11 on pp2-dp2-tp2,
-whose microbatches are of one sequence, 3 on pp4-dp2-tp8; by ZeRO-3 over dp64 what is left is activations.
+Expected, with 8 sequences of 4096 tokens: 59 GB on one GPU and on each of dp8 and dp64, 16 on tp8, 10 on pp2-dp2-tp2,
+whose microbatches are of one sequence, 3 on pp4-dp2-tp8. By ZeRO-3 over dp64 0.3 of the 41 GB left are states, 35
+activations, and 6 room to work in, where a table's gradient is as whole as before and the table is gathered.
 """
 
 from __future__ import annotations

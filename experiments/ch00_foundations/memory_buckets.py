@@ -11,9 +11,9 @@ the batch; activations do, in proportion to tokens, and overtake them. The compi
 H100: the bytes reserved while the step runs, arguments + outputs - outputs that replace arguments + temporaries, as
 they were packed. Its own peak leaves the packing out; it is in result.json.
 
-The formula was made with these 73 at hand. Of 12 others, drawn at random for an earlier form of the step, 10 came
-within 5 %; the worst of them, a Llama by AFAB with full recomputation on pp 2, dp 2, tp 4, is 9 % over today. Of 4 more
-with ZeRO, compiled afterwards, all came within 4 %; by ZeRO-3 with attention round a ring it is 8 % over.
+The formula was made with these 73 at hand. Of 17 others, 11 of them with ZeRO, compiled afterwards, 15 came within 4 %.
+Two, Llamas on tp 4 with sequence parallelism, were 5.4 % over, like the one here that had shown why; one term now says
+so, and they are within 1 %.
 """
 
 from __future__ import annotations

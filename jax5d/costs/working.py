@@ -1,10 +1,10 @@
 """The working set: what comes and goes within a step, at the moment when there is most of it.
 
-Beside state, gradients and waiting activations some moments compete: before a layer's backward pass, inside it, inside
-the head, and by ZeRO where the table's gradient leaves and where a copy of the parameters is gathered. A compiler that
-packs buffers well needs room for the largest only. With more than one tick a step is a loop, and what the loop carries,
-sums and the ring of activations, is there at every moment. What is said here of XLA was read from its buffer
-assignments for an H100; another version may do better.
+Beside state, gradients and waiting activations some moments compete: inside the head, at its end, before a layer's
+backward pass, inside it, where the table's gradient is added up, and by ZeRO where a copy of the parameters is
+gathered. A compiler that packs buffers well needs room for the largest only. With more than one tick a step is a loop,
+and what the loop carries, sums and the ring of activations, is there at every moment. What is said here of XLA was read
+from its buffer assignments for an H100; another version may do better.
 
 Letters as in `jax5d.costs.activations`.
 """
@@ -33,7 +33,7 @@ class Working:
     @property
     def total(self) -> int:
         """At the largest of the moments."""
-        return max(self.layer, self.transposing, self.head, self.embedding, self.copy)
+        return max(self.layer, self.transposing, self.head, self.scaling, self.embedding, self.copy)
 
     @cached_property
     def layer(self) -> int:
@@ -48,62 +48,65 @@ class Working:
         hidden = (a.products + 1) * a.hidden // a.products
         attention = 7 * a.heads + 7 * a.whole + 2 * a.stream + self._scores
         norm = 4 * a.stream // a.width * FLOAT32 + 8 * a.whole
-        moment = hidden + max(attention, norm) + self._layer * FLOAT32 + self._wide_table + self._beside
-        return moment + self._tables(1) + self._outer + self._coming
+        moment = hidden + max(attention, norm) + self._layer * FLOAT32 + self._beside + self._tables
+        return moment + self._outer + self._coming
 
     @property
     def transposing(self) -> int:
         """Before the layers' backward pass: arrays that are transposed for it, and what the first layer reads.
 
         By ZeRO also the head's gradient of the table. By ZeRO-3, where the last layer stands before its loop, nothing
-        is transposed.
+        is transposed. Where SwiGLU's two factors have the shape of the gathered arrays, one kernel reads the last
+        layer's part of all four beforehand: then the second is transposed to where the first was.
         """
         a, stage = self._kept, self._shares.stage
         if stage == 3:
             return 0
-        values = a.layers * self._gathered + 3 * a.whole + (a.products + 1) * a.hidden // a.products
-        return values + (self._table * FLOAT32 if stage else 0)
+        alike = a.products == 2 and a.hidden == 2 * a.whole
+        transposed = a.layers * self._gathered // (2 if alike else 1)
+        values = transposed + 3 * a.whole + (a.products + 1) * a.hidden // a.products
+        return values + (self._waiting if stage else 0)
 
     @property
     def head(self) -> int:
-        """Inside the head: a chunk's logits in float32 and their derivative, the table's cast, inputs and derivatives.
+        """Inside the head: a chunk's logits in float32 and their derivative, the table's cast, inputs and derivatives,
+        and the table's gradient in float32, which a single chunk has only when its logits have been read.
 
-        Or, where rows are no multiple of 8, of which tensor cores want them: padded copies of derivative and cast. In a
-        loop the table's gradient of one microbatch, and the zeros that it starts from, come on top. On one device,
-        without a loop, XLA makes the zeros of the layers' accumulators only afterwards, if they are smaller than what
-        the layers keep, and with a single chunk those of the table too: they are taken off.
-
-        By ZeRO, without a loop, padded copies stand where the embedding's zeros will be. By ZeRO-3 the forward pass
-        ends outside its loop, and what its last layer keeps is not in its place yet.
+        Or, where rows are no multiple of 8, of which tensor cores want them: padded copies of derivative and cast. On
+        one device, without a loop, XLA makes the zeros of the layers' accumulators only afterwards, if they are smaller
+        than what the layers keep: they are taken off. By ZeRO-3 the forward pass ends outside its loop, and what its
+        last layer keeps is not in its place yet.
         """
-        a, mesh, parallel, stage = self._kept, self.config.mesh, self.config.parallel, self._shares.stage
+        a, parallel, stage = self._kept, self.config.parallel, self._shares.stage
         derivative = ceil(a.tokens / parallel.loss_chunks) * self._rows * a.width
         cast = self._table * a.width if a.width < FLOAT32 and not stage else 0
         padded = derivative + self._table * a.width if self._rows % 8 else 0
-        if stage and not self._loop:
-            padded -= self._table * FLOAT32
         logits = derivative // a.width * FLOAT32
-        values = derivative + max(logits, padded) + cast + 3 * a.whole + a.stream
-        values += self._tables(2) + self._outer + self._transposed + (a.layer if stage == 3 else 0)
-        if self._loop:
-            return values
-        accumulators = self._layer * a.layers * BYTES[parallel.accumulate]
-        if mesh.size > 1 or a.total < accumulators:
-            return values
-        table = self._table * BYTES[parallel.accumulate] if parallel.loss_chunks == 1 else 0
-        return values - accumulators - table
+        gradient = self._table * FLOAT32 if parallel.loss_chunks > 1 else 0
+        return derivative + max(logits, padded) + cast + self._after + gradient
+
+    @property
+    def scaling(self) -> int:
+        """At the head's end, where the table's gradient becomes that of the objective: both of them.
+
+        By ZeRO without a loop a layer's gradients are on their way from the last layer to after the embedding. Where
+        the tables there find no room in place of what layers kept, they lie where the two are now, and that layer's
+        gradients beyond.
+        """
+        tables = self._table * FLOAT32 + self._waiting
+        apart = self._shares.stage and not self._loop and self._kept.total < tables
+        return self._after + tables + (self._leaving if apart else 0)
 
     @property
     def embedding(self) -> int:
-        """By ZeRO, where the table's gradient is added up to be scattered: one more of it, and the first layer's on its
-        way; in a loop also room for that of the last tick. Without a loop what layers kept has been read by then, and
-        so has the table.
+        """Where the table's gradient is added up: the head's, the embedding's in float32, and by ZeRO their sum, which
+        is to be scattered, with the first layer's gradients on their way. Without a loop what layers kept has been
+        read by then, and so has the table.
         """
-        if not self._shares.stage:
-            return 0
-        leaving = self._layer * BYTES[self.config.parallel.accumulate]
-        values = self._tables(0) + self._table * FLOAT32 + leaving
-        return values + leaving + self._outer + self._transposed if self._loop else values - self._kept.total
+        values = self._behind + self._waiting + self._table * FLOAT32 - self._empty
+        if self._shares.stage > 1 or (self._shares.stage and not self._loop):
+            values += self._waiting + self._leaving
+        return values + self._outer + self._transposed if self._loop else values - self._kept.total
 
     @property
     def copy(self) -> int:
@@ -119,23 +122,56 @@ class Working:
         sums = self._shares.whole - self._shares.owned if self._shares.stage == 1 and self._loop else 0
         return (whole + piece) * width + updated - self._kept.total - sums * BYTES[parallel.accumulate]
 
-    def _tables(self, plain: int) -> int:
-        """Gradients of the whole table in float32, beside the buckets: in a loop `plain` of them without ZeRO.
+    @property
+    def _after(self) -> int:
+        """Inside the head and at its end alike."""
+        a = self._kept
+        last = a.layer if self._shares.stage == 3 else 0
+        values = 3 * a.whole + a.stream + last + self._outer + self._transposed + self._behind - self._empty
+        accumulators = a.layers * self._leaving
+        if self._loop or self.config.mesh.size > 1 or a.total < accumulators:
+            return values
+        return values - accumulators
 
-        By ZeRO what is summed up is a piece, and these have no bucket: the head's, and zeros that the embedding's
-        starts from, made beforehand; and both again for the last tick behind a loop, which has no head in a pipeline.
-        At stage 1 one of them is the bucket's, and pieces need room beside the sums in the last tick.
+    @property
+    def _waiting(self) -> int:
+        """The head's gradient of the table, from there to the embedding's."""
+        return self._table * BYTES[self.config.parallel.accumulate]
+
+    @property
+    def _leaving(self) -> int:
+        """A layer's gradients on their way to the replicas."""
+        return self._layer * BYTES[self.config.parallel.accumulate]
+
+    @property
+    def _empty(self) -> int:
+        """Without ZeRO and a loop nothing is added up before the embedding's gradient: so long the table's bucket is
+        free."""
+        return 0 if self._loop or self._shares.stage else self._waiting
+
+    @property
+    def _behind(self) -> int:
+        """Zeros that the head's gradient of the table starts from in the last tick, behind a loop: XLA makes zeros of
+        one kind together. Before the loop, with those of the sums; where one tick is no loop, with those of its own
+        head, and the sums' have no place before its end. In a pipeline the last tick has no head, and a single chunk
+        adds to no zeros.
         """
-        stage, table = self._shares.stage, self._table * FLOAT32
-        if not self._loop:
-            return 2 * table if stage else 0
-        if stage == 0:
-            return plain * table
-        last = 2 if self.config.mesh.pp == 1 else 1
-        if stage > 1:
-            return (2 + last) * table
+        parallel, table = self.config.parallel, self._table * FLOAT32
+        if not self._loop or self.config.mesh.pp > 1 or parallel.loss_chunks == 1:
+            return 0
+        if parallel.microbatches == 2:
+            return table - (self._waiting if self._shares.stage < 2 else 0)
+        return table if self._shares.stage < 2 and parallel.accumulate == "float32" else 0
+
+    @property
+    def _tables(self) -> int:
+        """Gradients of the table while layers are at work; by ZeRO-1 also the pieces, which in a loop's last tick need
+        room beside the sums."""
+        tables = self._behind + self._waiting - self._empty
+        if self._shares.stage != 1 or not self._loop:
+            return tables
         pieces = self._shares.owned * BYTES[self.config.parallel.accumulate]
-        return max((1 + last) * table, (last - 1) * table + pieces)
+        return max(tables, (self._waiting if self.config.mesh.pp == 1 else 0) + pieces)
 
     @property
     def _outer(self) -> int:
@@ -219,11 +255,6 @@ class Working:
     def _loop(self) -> bool:
         """Whether there is more than one tick."""
         return self.config.parallel.microbatches + self.config.mesh.pp > 2
-
-    @property
-    def _wide_table(self) -> int:
-        """The embedding's gradient is float32 whatever the table is; a 16-bit table's starts from zeros of its own."""
-        return self._table * FLOAT32 if self.config.model.param_dtype != "float32" else 0
 
     @cached_property
     def _kept(self) -> Activations:
