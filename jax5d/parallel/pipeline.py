@@ -66,6 +66,11 @@ def _rows(ticks: tuple[Tick, ...]) -> dict[str, jax.Array]:
     return {name: jnp.asarray(column, jnp.int32) for name, column in columns.items() if column[0] is not None}
 
 
+def _is_real(m: jax.Array, count: int) -> jax.Array:
+    """Whether `m` is one of `count` microbatches, and no idle stage's: bool []. A single stage is never idle."""
+    return (m >= 0) & (m < count) if lax.axis_size("pp") > 1 else jnp.bool_(True)
+
+
 def _forward(
     carry: dict, row: jax.Array, embed: Callable[..., jax.Array], layers: Callable[..., tuple], outer: Tree, count: int
 ) -> tuple[dict, Hand]:
@@ -76,7 +81,7 @@ def _forward(
         x = jnp.where(is_first(), embed(outer, jnp.clip(row[0], 0, count - 1)), carry["x"])
     with jax.named_scope("layers"):
         (y, losses), stats, ring, hand = layers(x, real, carry["saved"], m)
-    valid = (m >= 0) & (m < count)
+    valid = _is_real(m, count)
     new = carry | {
         "x": step_to(y, 1),
         "saved": ring,
@@ -129,7 +134,7 @@ class _Step:
         `d_outer` is the head's gradient, if there was one.
         """
         m = row[lax.axis_index("pp")]
-        valid = (m >= 0) & (m < self.count)
+        valid = _is_real(m, self.count)
         d_losses = jax.tree.map(
             lambda w, loss: varying(jnp.asarray(w, loss.dtype), varying_axes(loss)), self.weights, carry["losses"]
         )
@@ -204,7 +209,7 @@ def train(
     # the last tick's work may depend on nothing before it, and XLA would do both at once: in twice the memory, and on
     # CPU devices with the collectives of both in any order, which ends the process
     last = jax.tree.map(lambda rows: rows[0] + carry["zero"], _rows(table.ticks[-1:]))
-    blocks, layers = reduction.last_backward(stack, carry["blocks"])
+    blocks, layers = reduction.last_backward(stack, carry["blocks"], fresh=len(table.ticks) == 1)
     carry = step.tick(carry | {"blocks": blocks}, last, layers)
     return Result(*(carry[name] for name in ("head", "losses", "stats", "outer", "blocks", "squares")))
 

@@ -55,8 +55,11 @@ class Reduction(Protocol):
         """The layers' backward pass for a microbatch that is not the last."""
         ...
 
-    def last_backward(self, stack: Stack, sums: Tree) -> tuple[Tree, Backward]:
-        """The layers' buffer for the last microbatch, whose gradients come on top of `sums`; and its backward pass."""
+    def last_backward(self, stack: Stack, sums: Tree, *, fresh: bool) -> tuple[Tree, Backward]:
+        """The layers' buffer for the last microbatch, whose gradients come on top of `sums`; and its backward pass.
+
+        `fresh` sums are still zeros, and need not be read.
+        """
         ...
 
     def rest(self, grads: dict[str, Tree]) -> dict[str, Tree]:
@@ -93,7 +96,7 @@ class AtOnce(_Summed):
 
     size: float | None
 
-    def last_backward(self, stack: Stack, sums: Tree) -> tuple[Tree, Backward]:
+    def last_backward(self, stack: Stack, sums: Tree, *, fresh: bool) -> tuple[Tree, Backward]:
         """Like any other."""
         return sums, stack.backward
 
@@ -125,12 +128,14 @@ class Overlapped(_Summed):
     cuts: Tree
     """{"outer", "blocks"}: a `zero.Cut` for each leaf."""
 
-    def last_backward(self, stack: Stack, sums: Tree) -> tuple[Tree, Backward]:
+    def last_backward(self, stack: Stack, sums: Tree, *, fresh: bool) -> tuple[Tree, Backward]:
         """Sums of uncut leaves are reduced where they are, others into pieces of their own."""
         cuts = self.cuts["blocks"]
         if not any_cut(cuts):
-            return sums, partial(stack.leaving_backward, leave=_Once(None, self._layer))
-        leave = _Once(sums, lambda grads: self._layer(scatter(grads, cuts)))
+            return sums, partial(
+                stack.leaving_backward, leave=_Once(lambda grads: grads, fresh, self._layer, self.dtype)
+            )
+        leave = _Once(lambda _: sums, fresh, lambda grads: self._layer(scatter(grads, cuts)), self.dtype)
         return zero_pieces(sums, cuts), partial(stack.leaving_backward, leave=leave)
 
     def rest(self, grads: dict[str, Tree]) -> dict[str, Tree]:
@@ -169,30 +174,33 @@ class Scattered(Overlapped):
         return add(total, scatter(new, self.cuts["outer"])), squares(new)
 
     def backward(self, stack: Stack) -> Backward:
-        return partial(stack.leaving_backward, leave=self._leave(lambda grads: grads))
+        return self._leaving(stack, lambda grads: grads, fresh=False)
 
-    def last_backward(self, stack: Stack, sums: Tree) -> tuple[Tree, Backward]:
+    def last_backward(self, stack: Stack, sums: Tree, *, fresh: bool) -> tuple[Tree, Backward]:
         """Into the sums."""
-        return sums, partial(stack.leaving_backward, leave=self._leave(self._layer))
+        return sums, self._leaving(stack, self._layer, fresh=fresh)
 
     def rest(self, grads: dict[str, Tree]) -> dict[str, Tree]:
         """The outer leaves' pieces."""
         return self._agree(grads)
 
-    def _leave(self, finish: Callable[[Tree], Tree]) -> _Pieces:
-        return _Pieces(lambda grads: scatter(grads, self.cuts["blocks"]), finish, self.dtype)
+    def _leaving(self, stack: Stack, finish: Callable[[Tree], Tree], *, fresh: bool) -> Backward:
+        leave = _Pieces(lambda grads: scatter(grads, self.cuts["blocks"]), fresh, finish, self.dtype)
+        return partial(stack.leaving_backward, leave=leave)
 
 
 @dataclass(frozen=True)
 class _Once:
     """A layer's sum over all microbatches leaves."""
 
-    before: Tree | None
-    """Sums of all but the last microbatch; None: they are in the buffer itself."""
+    before: Callable[[Tree], Tree]
+    """From the buffer of what comes back to sums of all microbatches but the last."""
+    fresh: bool
     reduce: Callable[[Tree], Tree]
+    dtype: Any
 
     def ready(self, grads: Tree, at: Any, new: Tree) -> Tree:
-        return add(get(grads if self.before is None else self.before, at), new)
+        return _cast(new, self.dtype) if self.fresh else add(get(self.before(grads), at), new)
 
     def put(self, grads: Tree, at: Any, ready: Tree) -> Tree:
         return put(grads, at, self.reduce(ready))
@@ -203,14 +211,20 @@ class _Pieces:
     """A layer's gradient of one microbatch leaves, and its piece is added to the others."""
 
     scatter: Callable[[Tree], Tree]
+    fresh: bool
     finish: Callable[[Tree], Tree]
     dtype: Any
 
     def ready(self, grads: Tree, at: Any, new: Tree) -> Tree:
-        return jax.tree.map(lambda x: x.astype(self.dtype), new)
+        return _cast(new, self.dtype)
 
     def put(self, grads: Tree, at: Any, ready: Tree) -> Tree:
-        return put(grads, at, self.finish(add(get(grads, at), self.scatter(ready))))
+        pieces = self.scatter(ready)
+        return put(grads, at, self.finish(pieces if self.fresh else add(get(grads, at), pieces)))
+
+
+def _cast(tree: Tree, dtype: Any) -> Tree:
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
 def _pieces(flat: jax.Array, length: int) -> Iterator[jax.Array]:
