@@ -98,9 +98,10 @@ def test_what_is_saved(stage: int, tmp_path: Path) -> None:
     trainer, again = from_checkpoint(tmp_path, MeshConfig(), devices=jax.devices()[:1])
     assert trainer.zero.stage == 0
     assert again.params["outer"]["wte"].shape == (97, 30)
-    chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(fitting.trainer(trainer.config).init()))
+    fresh = jax.device_get(fitting.trainer(trainer.config).init())  # initial values do not depend on the stage
+    chex.assert_trees_all_close(jax.device_get(again), fresh, rtol=1e-6, atol=0)
     assert isinstance(again.opt_state[0], optax.ScaleByAdamState)
-    check_state(state, eight, jax.device_get(again))  # and initial values do not depend on the stage
+    check_state(state, eight, jax.device_get(again))
 
 
 def test_a_save_has_its_own_step(tmp_path: Path) -> None:

@@ -72,9 +72,9 @@ class Working:
         """Inside the head: a chunk's logits in float32 and their derivative, the table's cast, inputs and derivatives,
         and the table's gradient in float32, which a single chunk has only when its logits have been read.
 
-        Or, where rows are no multiple of 8, of which tensor cores want them: padded copies of derivative and cast. On
-        one device, without a loop, XLA makes the zeros of the layers' accumulators only afterwards, if they are smaller
-        than what the layers keep: they are taken off. By ZeRO-3 the forward pass ends outside its loop, and what its
+        Or, where rows are no multiple of 8, of which tensor cores want them: padded copies of derivative and cast.
+        Without a loop the buffers of the layers' gradients come only afterwards, if they are smaller than what the
+        layers keep: they are taken off. By ZeRO-3 the forward pass ends outside its loop, and what its
         last layer keeps is not in its place yet.
         """
         a, parallel, stage = self._kept, self.config.parallel, self._shares.stage
@@ -129,7 +129,7 @@ class Working:
         last = a.layer if self._shares.stage == 3 else 0
         values = 3 * a.whole + a.stream + last + self._outer + self._transposed + self._behind - self._empty
         accumulators = a.layers * self._leaving
-        if self._loop or self.config.mesh.size > 1 or a.total < accumulators:
+        if self._loop or a.total < accumulators:
             return values
         return values - accumulators
 
