@@ -40,14 +40,14 @@ class Working:
         """Inside a layer's backward pass.
 
         At attention: q, k, v, its output and three derivatives [b, s, a / t, d / a]; what norms and products read, and
-        the derivative on its way down [b, s, d]. At a norm: four of the stream in float32, and as many wide as are read
-        and made. At either: derivatives of the MLP's products, the activation function's result [b, s, f / t], and the
+        the derivative on its way down [b, s, d]. At a norm: four of the stream in float32, and four that products read
+        and make. At either: derivatives of the MLP's products, the activation function's result [b, s, f / t], and the
         layer's gradients, before they are added up or on their way to the replicas.
         """
         a = self._kept
         hidden = (a.products + 1) * a.hidden // a.products
         attention = 7 * a.heads + 7 * a.whole + 2 * a.stream + self._scores
-        norm = 4 * a.stream // a.width * FLOAT32 + 8 * a.whole
+        norm = 4 * a.stream // a.width * FLOAT32 + 4 * a.whole
         moment = hidden + max(attention, norm) + self._layer * FLOAT32 + self._beside + self._tables
         return moment + self._outer + self._coming
 
@@ -73,8 +73,8 @@ class Working:
         and the table's gradient in float32, which a single chunk has only when its logits have been read.
 
         Or, where rows are no multiple of 8, of which tensor cores want them: padded copies of derivative and cast.
-        Without a loop the buffers of the layers' gradients come only afterwards, if they are smaller than what the
-        layers keep: they are taken off. By ZeRO-3 the forward pass ends outside its loop, and what its
+        Without loop and ZeRO the buffers of the layers' gradients come only afterwards, if they are smaller than what
+        the layers keep: they are taken off. By ZeRO-3 the forward pass ends outside its loop, and what its
         last layer keeps is not in its place yet.
         """
         a, parallel, stage = self._kept, self.config.parallel, self._shares.stage
@@ -129,7 +129,7 @@ class Working:
         last = a.layer if self._shares.stage == 3 else 0
         values = 3 * a.whole + a.stream + last + self._outer + self._transposed + self._behind - self._empty
         accumulators = a.layers * self._leaving
-        if self._loop or a.total < accumulators:
+        if self._loop or self._shares.stage or a.total < accumulators:
             return values
         return values - accumulators
 
