@@ -139,10 +139,11 @@ def test_decay_is_for_matrices(architecture: str) -> None:
         chex.assert_trees_all_close(new, old * np.float32(1 - RATE * 0.5) if matrix else old, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("mesh", [{}, FIVE], ids=["1", "8"])
-def test_one_compilation_and_full_donation(mesh: dict[str, int]) -> None:
-    """B55, B58: 5 steps with evaluations between them compile once; the state's memory is used again in place."""
-    run = config(mesh, optimizer="adamw", microbatches=2)
+@pytest.mark.parametrize(("mesh", "zero"), [({}, 0), *((FIVE, stage) for stage in range(4))], ids=str)
+def test_one_compilation_and_full_donation(mesh: dict[str, int], zero: int) -> None:
+    """B55, B58: 5 steps with evaluations between them compile once; the state's memory, ZeRO's replica included, is
+    used again in place."""
+    run = config(mesh, optimizer="adamw", microbatches=2, zero=zero)
     proof = Trainer.create(run, mesh=make_mesh(run.mesh, jax.devices()[: run.mesh.size]))
     state, data = proof.init(), put(run, batch(run))
     memory = proof.step.lower(state, data).compile().memory_analysis()

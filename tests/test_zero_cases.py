@@ -196,23 +196,6 @@ def test_many_microbatches_equal_one() -> None:
         assert 0 < np.linalg.norm(grads[stage] - grads[0]) / np.linalg.norm(grads[0]) < 0.01
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_donation_and_one_compilation(stage: int) -> None:
-    """B55, B58: the whole state's memory, replica included, is used again in place; evaluation compiles once."""
-    run = config(CUBE, zero=stage, optimizer="adamw", microbatches=2)
-    proof = fitting.trainer(run)
-    state, data = proof.init(), jax.device_put(batch(run), proof.batch_sharding)
-    memory = proof.step.lower(state, data).compile().memory_analysis()
-    own = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
-    assert memory.alias_size_in_bytes >= 0.95 * own
-    for _ in range(3):
-        old = state
-        state, _ = proof.step(state, data)
-        proof.evaluate(state.params, data)
-        assert all(x.is_deleted() for x in jax.tree.leaves(old))
-    assert proof.step._cache_size() == proof.evaluate._cache_size() == 1
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_overflow_leaves_no_trace(stage: int) -> None:
     """float16: a step whose gradients overflow leaves parameters, moments and replica to the bit as they were."""

@@ -99,25 +99,9 @@ def test_what_is_saved(stage: int, tmp_path: Path) -> None:
     assert trainer.zero.stage == 0
     assert again.params["outer"]["wte"].shape == (97, 30)
     fresh = jax.device_get(fitting.trainer(trainer.config).init())  # initial values do not depend on the stage
-    chex.assert_trees_all_close(jax.device_get(again), fresh, rtol=1e-6, atol=0)
+    chex.assert_trees_all_equal(jax.device_get(again), fresh)
     assert isinstance(again.opt_state[0], optax.ScaleByAdamState)
     check_state(state, eight, jax.device_get(again))
-
-
-def test_a_save_has_its_own_step(tmp_path: Path) -> None:
-    """B58: the next steps, which take the buffers over, cannot reach into a save that is still being written."""
-    trainer = fitting.trainer(fitting.config({"dp": 2}, layers=2, zero=1))
-    state = trainer.init()
-    kept = jax.device_get(state)
-    data = jax.device_put(tiny.batch(trainer.config), trainer.batch_sharding)
-    with Checkpoints(tmp_path / "c", trainer, RECORD) as checkpoints:
-        checkpoints.save(0, state)
-        for _ in range(3):
-            state, _ = trainer.step(state, data)
-        checkpoints.finish()
-        chex.assert_trees_all_equal(jax.device_get(checkpoints.restore(0)), kept)
-    with pytest.raises(AssertionError):
-        chex.assert_trees_all_equal(jax.device_get(state.replica), kept.replica)
 
 
 SIX = {"steps": 6, "microbatches": 4, "eval_sequences": 8}

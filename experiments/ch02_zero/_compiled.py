@@ -41,10 +41,19 @@ class ZeroOptions(Options):
     """Sequences of 1024 tokens on each GPU in each microbatch."""
     clusters: tuple[int, ...] = (8, 64)
     """Numbers of GPUs."""
+    microbatches: tuple[int, ...] = (1, 2)
+    """Microbatches of the steps that are compared."""
+    steps: int = 20
+    """Steps of the loss curves."""
 
 
 def check_options(options: ZeroOptions, name: str) -> None:
     """Refuse what can be neither measured nor compiled. The mesh only says how many devices there are."""
+    if not options.microbatches or min(options.microbatches) < 1:
+        given = " ".join(map(str, options.microbatches)) or "nothing"
+        raise ConfigError(f"microbatches={given}: give one number of 1 or more, or several")
+    if options.steps < 2:
+        raise ConfigError(f"steps={options.steps} is no curve; give 2 or more")
     if options.mesh.size < 2:
         raise ConfigError(f"{name} needs 2 devices or more, the mesh has {options.mesh.size}; write --mesh.dp 8")
     if options.preset not in PRESETS or PRESETS[options.preset].experts:

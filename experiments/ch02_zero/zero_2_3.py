@@ -46,7 +46,7 @@ from experiments.ch02_zero._figures import compiled_panel, held_panel, hidden_pa
 from experiments.ch02_zero._largest import Found, Largest, largest_panel, largest_table
 from experiments.ch02_zero._sizes import Held, Sent, every, held_table, loss_checks, losses, sent_table, tiny
 from experiments.harness import Check, Outcome, save_figure
-from jax5d.config import ConfigError, MeshConfig
+from jax5d.config import MeshConfig
 from jax5d.costs.gpus import gpu as find_gpu
 
 CAPSULES = [16]
@@ -69,8 +69,6 @@ class Zero23Options(ZeroOptions):
     """Microbatches of the steps whose traffic is counted."""
     largest: bool = True
     """Compile the largest model of each stage and cluster; otherwise it is known by formula alone."""
-    steps: int = 20
-    """Steps of the loss curves."""
 
 
 DEFAULTS = Zero23Options(mesh=MeshConfig(dp=8))
@@ -79,11 +77,6 @@ QUICK = replace(DEFAULTS, mesh=MeshConfig(dp=4), hidden=(8,), microbatches=(1, 2
 
 def check(options: Zero23Options, folder: Path) -> None:
     """Refuse what cannot be measured or compiled, before anything is."""
-    if not options.microbatches or min(options.microbatches) < 1:
-        given = " ".join(map(str, options.microbatches)) or "nothing"
-        raise ConfigError(f"microbatches={given}: give one number of 1 or more, or several")
-    if options.steps < 2:
-        raise ConfigError(f"steps={options.steps} is no curve; give 2 or more")
     check_clusters("hidden", options.hidden, options.gpu)
     check_options(options, "zero_2_3")
 

@@ -68,6 +68,11 @@ def diverge(params: Tree, specs: Tree, token_axes: tuple[str, ...]) -> Tree:
     return jax.tree.map(lambda s, p: varying(p, reduction_axes(s, token_axes)), specs, params, is_leaf=is_spec)
 
 
+def cast(tree: Tree, dtype: Any) -> Tree:
+    """Every leaf in `dtype`. Bytes: 0."""
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
 def squares(tree: Tree) -> Tree:
     """Each leaf's sum of squares, float32 []. Bytes: 0."""
     return jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), tree)

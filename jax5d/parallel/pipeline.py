@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax5d.parallel.agree import known_together, zero_once
-from jax5d.parallel.data import squares, varying, varying_axes, zeros_of
+from jax5d.parallel.data import cast, squares, varying, varying_axes, zeros_of
 from jax5d.parallel.reduction import Reduction
 from jax5d.parallel.schedules import Table, Tick, phases
 from jax5d.parallel.stack import Back, Hand, Layer, Ring, Stack, add, only_where, run
@@ -123,9 +123,8 @@ class _Step:
         with jax.named_scope("head"):
             loss, vjp = jax.vjp(lambda o, y: self.work.head(o, from_last(y), m), self.outer, y)
             d_outer, d_y = vjp(varying(self.scale, varying_axes(loss)))
-            d_outer = jax.tree.map(lambda d: d.astype(self.reduction.dtype), d_outer)
             # cast before the layers' backward pass, which it waits through
-            d_outer, d_y = known_together((d_outer, d_y))
+            d_outer, d_y = known_together((cast(d_outer, self.reduction.dtype), d_y))
         return carry | {"head": carry["head"] + loss, "d_y": d_y}, d_outer
 
     def _backward(self, carry: dict, row: jax.Array, layers: Callable[..., Back], d_outer: Sequence[Tree]) -> dict:

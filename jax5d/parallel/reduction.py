@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax5d.config import ParallelConfig
 from jax5d.parallel.agree import agreed
-from jax5d.parallel.data import is_spec, reduction_axes, spec_axes, squares, zeros_of
+from jax5d.parallel.data import cast, is_spec, reduction_axes, spec_axes, squares, zeros_of
 from jax5d.parallel.ring import ring_all_reduce, two_level_all_reduce, two_way_ring_all_reduce
 from jax5d.parallel.stack import Back, Stack, add, get, put
 from jax5d.parallel.zero import Cut, any_cut, scatter, zero_pieces
@@ -87,7 +87,7 @@ class _Summed:
         return stack.backward
 
     def _whole(self, parts: Sequence[Tree]) -> Tree:
-        return jax.tree.map(lambda *leaves: sum(x.astype(self.dtype) for x in leaves), *parts)
+        return jax.tree.map(lambda *leaves: sum(leaves), *(cast(part, self.dtype) for part in parts))
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,10 @@ class Overlapped(_Summed):
     def last_backward(self, stack: Stack, sums: Tree, *, fresh: bool) -> tuple[Tree, Backward]:
         """Sums of uncut leaves are reduced where they are, others into pieces of their own."""
         cuts = self.cuts["blocks"]
-        if not any_cut(cuts):
-            return sums, partial(
-                stack.leaving_backward, leave=_Once(lambda grads: grads, fresh, self._layer, self.dtype)
-            )
-        leave = _Once(lambda _: sums, fresh, lambda grads: self._layer(scatter(grads, cuts)), self.dtype)
-        return zero_pieces(sums, cuts), partial(stack.leaving_backward, leave=leave)
+        into = zero_pieces(sums, cuts) if any_cut(cuts) else sums
+        if fresh:
+            return into, partial(stack.leaving_backward, leave=_Alone(self._reduced, self.dtype))
+        return into, partial(stack.leaving_backward, leave=_Once(None if into is sums else sums, self._reduced))
 
     def rest(self, grads: dict[str, Tree]) -> dict[str, Tree]:
         """The outer leaves; the blocks have been summed, layer by layer, in a buffer whose type could not show it."""
@@ -152,6 +150,14 @@ class Overlapped(_Summed):
     def _layer(self, grads: Tree) -> Tree:
         """Sums of one layer's leaves, each by itself."""
         return self._each(self.all_reduce, "blocks", grads)
+
+    def _scattered(self, grads: Tree) -> Tree:
+        """One layer's leaves to their pieces."""
+        return scatter(grads, self.cuts["blocks"])
+
+    def _reduced(self, grads: Tree) -> Tree:
+        """One layer's leaves, scattered and summed."""
+        return self._layer(self._scattered(grads))
 
     def _each(self, sum_over: AllReduce, part: str, grads: Tree) -> Tree:
         """`sum_over` of each leaf, over the axes along which replicas of it, or of its piece, have parts of the sum."""
@@ -174,33 +180,42 @@ class Scattered(Overlapped):
         return add(total, scatter(new, self.cuts["outer"])), squares(new)
 
     def backward(self, stack: Stack) -> Backward:
-        return self._leaving(stack, lambda grads: grads, fresh=False)
+        return partial(stack.leaving_backward, leave=_Pieces(self._scattered, lambda grads: grads, self.dtype))
 
     def last_backward(self, stack: Stack, sums: Tree, *, fresh: bool) -> tuple[Tree, Backward]:
         """Into the sums."""
-        return sums, self._leaving(stack, self._layer, fresh=fresh)
+        added = _Pieces(self._scattered, self._layer, self.dtype)
+        return sums, partial(stack.leaving_backward, leave=_Alone(self._reduced, self.dtype) if fresh else added)
 
     def rest(self, grads: dict[str, Tree]) -> dict[str, Tree]:
         """The outer leaves' pieces."""
         return self._agree(grads)
 
-    def _leaving(self, stack: Stack, finish: Callable[[Tree], Tree], *, fresh: bool) -> Backward:
-        leave = _Pieces(lambda grads: scatter(grads, self.cuts["blocks"]), fresh, finish, self.dtype)
-        return partial(stack.leaving_backward, leave=leave)
+
+@dataclass(frozen=True)
+class _Alone:
+    """A layer's gradient of the only microbatch leaves."""
+
+    reduce: Callable[[Tree], Tree]
+    dtype: Any
+
+    def ready(self, grads: Tree, at: Any, new: Tree) -> Tree:
+        return cast(new, self.dtype)
+
+    def put(self, grads: Tree, at: Any, ready: Tree) -> Tree:
+        return put(grads, at, self.reduce(ready))
 
 
 @dataclass(frozen=True)
 class _Once:
     """A layer's sum over all microbatches leaves."""
 
-    before: Callable[[Tree], Tree]
-    """From the buffer of what comes back to sums of all microbatches but the last."""
-    fresh: bool
+    before: Tree | None
+    """Sums of all microbatches but the last; None: they are in the buffer itself."""
     reduce: Callable[[Tree], Tree]
-    dtype: Any
 
     def ready(self, grads: Tree, at: Any, new: Tree) -> Tree:
-        return _cast(new, self.dtype) if self.fresh else add(get(self.before(grads), at), new)
+        return add(get(grads if self.before is None else self.before, at), new)
 
     def put(self, grads: Tree, at: Any, ready: Tree) -> Tree:
         return put(grads, at, self.reduce(ready))
@@ -211,20 +226,14 @@ class _Pieces:
     """A layer's gradient of one microbatch leaves, and its piece is added to the others."""
 
     scatter: Callable[[Tree], Tree]
-    fresh: bool
     finish: Callable[[Tree], Tree]
     dtype: Any
 
     def ready(self, grads: Tree, at: Any, new: Tree) -> Tree:
-        return _cast(new, self.dtype)
+        return cast(new, self.dtype)
 
     def put(self, grads: Tree, at: Any, ready: Tree) -> Tree:
-        pieces = self.scatter(ready)
-        return put(grads, at, self.finish(pieces if self.fresh else add(get(grads, at), pieces)))
-
-
-def _cast(tree: Tree, dtype: Any) -> Tree:
-    return jax.tree.map(lambda x: x.astype(dtype), tree)
+        return put(grads, at, self.finish(add(get(grads, at), self.scatter(ready))))
 
 
 def _pieces(flat: jax.Array, length: int) -> Iterator[jax.Array]:
@@ -235,7 +244,7 @@ def _pieces(flat: jax.Array, length: int) -> Iterator[jax.Array]:
 def make_reduction(parallel: ParallelConfig, specs: Tree, cuts: Tree, token_axes: tuple[str, ...]) -> Reduction:
     """The configured reduction of gradients laid out by `specs`; for `token_axes` see `data.reduction_axes`.
 
-    `cuts` says where leaves are cut; without one, every stage of ZeRO is stage 0.
+    `cuts` says where leaves are cut; where none is, every stage of ZeRO is stage 0.
     """
     all_reduce: AllReduce = {
         "psum": lax.psum,
@@ -245,6 +254,6 @@ def make_reduction(parallel: ParallelConfig, specs: Tree, cuts: Tree, token_axes
     }[parallel.all_reduce]
     common = specs, token_axes, all_reduce, parallel.accumulate
     if parallel.reduction == "overlap":
-        return (Scattered if parallel.zero >= 2 else Overlapped)(*common, cuts)
+        return (Scattered if parallel.zero >= 2 and any_cut(cuts) else Overlapped)(*common, cuts)
     size = {"leaf": None, "bucket": parallel.bucket_mb * 1e6, "single": float("inf")}[parallel.reduction]
     return AtOnce(*common, size)

@@ -184,8 +184,6 @@ class Zero:
     """A stage, laid out for a model: what is stored where, and what the model computes with."""
 
     stage: int
-    specs: Tree
-    """Of the parameters, without ZeRO."""
     cuts: Tree
     stored: Tree
     """Specs of the parameters as they are stored, of their gradients and of the optimizer's state."""
@@ -207,10 +205,6 @@ class Zero:
             return padded(x, cut, prod(self.sizes[a] for a in cut.axes))
 
         return jax.tree.map(one, self.cuts, params, is_leaf=_is_cut)
-
-    def cast(self, params: Tree) -> Tree:
-        """In the computation's dtype."""
-        return jax.tree.map(lambda x: x.astype(self.dtype), params)
 
     def replica(self, params: Tree) -> Tree:
         """The copy to compute with, the same on all replicas, from this device's pieces."""
@@ -252,4 +246,4 @@ def make_zero(config: RunConfig, shapes: Tree, specs: Tree) -> Zero:
     stored = jax.tree.map(
         lambda spec, cut, x: stored_spec(spec, cut, len(x.shape)), specs, cuts, shapes, is_leaf=is_spec
     )
-    return Zero(stage, specs, cuts, stored, sizes, config.model.dtype, parallel.regather)
+    return Zero(stage, cuts, stored, sizes, config.model.dtype, parallel.regather)

@@ -145,13 +145,14 @@ class Trainer:
 
     def _begin(self, whole: Tree) -> TrainState:
         params = self.zero.padded(whole)
-        replica = self.zero.cast(whole) if self.zero.replicates else ()
-        return TrainState(jnp.int32(0), params, self.optimizer.init(params), self.scaling.init(), replica)
+        return TrainState(jnp.int32(0), params, self.optimizer.init(params), self.scaling.init())
 
     @cached_property
     def shapes(self) -> TrainState:
         """ShapeDtypeStructs of the state, global; nothing is computed."""
-        return jax.eval_shape(self._create)
+        kind = partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(self.config.model.dtype))
+        replica = jax.tree.map(lambda x: kind(x.shape), self.model.shapes) if self.zero.replicates else ()
+        return replace(jax.eval_shape(self._create), replica=replica)
 
     @property
     def arguments(self) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
@@ -165,7 +166,7 @@ class Trainer:
         return state, {"inputs": ids, "labels": ids}
 
     def completed(self, state: TrainState) -> TrainState:
-        """A state whose replica is made of its parameters: what a checkpoint leaves out."""
+        """A state whose replica is made of its parameters: a new one, or one from a checkpoint."""
         if not self.zero.replicates:
             return state
         body = self._shard_map(self.zero.replica, (self.specs.params,), self.specs.replica)
@@ -175,11 +176,12 @@ class Trainer:
         """The state before the first step: bitwise the same on every mesh for one seed."""
         # it runs once, and what the compiler makes faster could depend on the shards' shapes in the last bit
         plainly = {"xla_backend_optimization_level": 0}
-        return jax.jit(self._create, out_shardings=self.shardings, compiler_options=plainly)()
+        bare = replace(self.shardings, replica=())
+        return self.completed(jax.jit(self._create, out_shardings=bare, compiler_options=plainly)())
 
     def begin(self, params: Tree) -> TrainState:
         """The state before the first step, with given parameters: whole, global, at the shapes of `model.shapes`."""
-        return jax.jit(self._begin, out_shardings=self.shardings)(params)
+        return self.completed(jax.jit(self._begin, out_shardings=replace(self.shardings, replica=()))(params))
 
     @cached_property
     def step(self) -> jax.stages.Wrapped:
