@@ -1,10 +1,10 @@
 """Overlapped tensor parallelism: the tokens of a region travel piece by piece, under the products of other pieces.
 
-The gather before a column-parallel layer becomes t - 1 hops round the tp ring: a device multiplies the piece that it has
-while the next one is on its way. The reduce-scatter after a row-parallel layer becomes as many hops of a sum, to which
-each device adds its product for the tokens of one owner while the sum before is on its way. The transpose of either is
-the other. Both go round the ring in both directions, half of each piece each way. Wang et al., "Overlap communication
-with dependent computation via decomposition", ASPLOS 2023 (doi:10.1145/3567955.3567959).
+The gather before a column-parallel layer becomes t - 1 hops round the tp ring: a device multiplies the piece that it
+has while the next one is on its way. The reduce-scatter after a row-parallel layer becomes as many hops of a sum, to
+which each device adds its product for the tokens of one owner while the sum before is on its way. The transpose of
+either is the other. Both go round the ring in both directions, half of each piece each way. Wang et al., "Overlap
+communication with dependent computation via decomposition", ASPLOS 2023 (doi:10.1145/3567955.3567959).
 
 Shapes: b batch, s sequence, n = s / t tokens of a piece. A piece's first half goes to the next device, its second half
 to the one before; after j hops a device has halves that came from the devices j before and j behind it.
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ class OverlappedBoundary(SequenceBoundary):
         """Forward: one ring of x. Backward: one ring of its gradient, and of x once more with `regather`."""
         return _columns(product, self, x, weights)
 
-    def rows(self, product: Product, x: jax.Array, weights: Tree) -> jax.Array:
+    def rows(self, product: Product, x: Tree, weights: Tree) -> jax.Array:
         """Forward: one ring of sums. Backward: one ring of the gradient of the result."""
         return _rows(product, x, weights)
 
@@ -91,19 +90,19 @@ _rows.defvjp(_rows_fwd, _rows_bwd)
 
 
 def _gathered_under(function: Callable[[jax.Array, int], Tree], x: jax.Array) -> Tree:
-    """`function(piece, hops)`, arrays [b, n, ...], of every device's x [b, n, ...] as it arrives: arrays [b, t n, ...]."""
-    out = None
-    for hops, piece in enumerate(_arriving(x)):
-        made = function(piece, hops)
-        if out is None:
-            t = lax.axis_size("tp")
-            out = jax.tree.map(lambda y: zeros_of(_with_length(jax.typeof(y), t * y.shape[1])), made)
-        out = jax.tree.map(partial(_put, hops=hops), out, made)
+    """`function(piece, hops)`, arrays [b, n, ...], of every device's x [b, n, ...] as it comes: [b, t n, ...]."""
+    made = [function(piece, hops) for hops, piece in enumerate(_arriving(x))]
+    out = jax.tree.map(_empty, made[0])
+    for hops, pieces in enumerate(made):
+        out = jax.tree.map(partial(_put, hops=hops), out, pieces)
     return out
 
 
-def _with_length(kind: Any, length: int) -> Any:
-    return kind.update(shape=(kind.shape[0], length, *kind.shape[2:]))
+def _empty(piece: jax.Array) -> jax.Array:
+    """Zeros [b, t n, ...] for pieces [b, n, ...]."""
+    kind = jax.typeof(piece)
+    b, n, *rest = kind.shape
+    return zeros_of(kind.update(shape=(b, lax.axis_size("tp") * n, *rest)))
 
 
 def _arriving(x: jax.Array) -> Iterator[jax.Array]:
@@ -121,10 +120,9 @@ def _scattered_under(function: Callable[[int], jax.Array]) -> jax.Array:
 
     `function(hops)` is for the owners that are so many hops away; this device's own tokens come last.
     """
-    t, total = lax.axis_size("tp"), None
-    for hops in range(1, t + 1):
-        parts = _halves(function(hops))
-        total = parts if total is None else [a + b for a, b in zip(parts, _hop(total), strict=True)]
+    total = _halves(function(1))
+    for hops in range(2, lax.axis_size("tp") + 1):
+        total = [a + b for a, b in zip(_halves(function(hops)), _hop(total), strict=True)]
     return jnp.concatenate(total, axis=1)
 
 
@@ -138,9 +136,8 @@ def _halves(x: jax.Array) -> list[jax.Array]:
 def _hop(halves: list[jax.Array]) -> list[jax.Array]:
     """The first half one device on, the second one back. Bytes: those of the piece."""
     t = lax.axis_size("tp")
-    return [
-        lax.ppermute(half, "tp", [(i, (i + by) % t) for i in range(t)]) for half, by in zip(halves, (1, -1), strict=False)
-    ]
+    rings = [[(i, (i + by) % t) for i in range(t)] for by in (1, -1)]
+    return [lax.ppermute(half, "tp", ring) for half, ring in zip(halves, rings, strict=False)]
 
 
 def _starts(n: int, hops: int) -> list[jax.Array]:
