@@ -111,7 +111,9 @@ def test_heads_that_devices_share_round_a_ring() -> None:
     check_equivalent(config({"ep": 2, "tp": 4}, moe=True, kv_heads=1, sequence=True, overlap=True), steps=1)
 
 
-def test_pieces_of_odd_length() -> None:
-    """3 and 1 tokens on a device: halves of 2 and 1, and no halves at all."""
-    for length in (12, 4):
-        check_equivalent(config({"tp": 4}, seq_len=length, sequence=True, overlap=True), steps=1)
+def test_pieces_of_odd_number() -> None:
+    """3 devices: one behind and one ahead; and one token on a device."""
+    check_equivalent(
+        config({"tp": 3}, d_model=48, heads=6, kv_heads=3, d_ff=96, seq_len=12, sequence=True, overlap=True), steps=1
+    )
+    check_equivalent(config({"tp": 4}, seq_len=4, sequence=True, overlap=True), steps=1)
