@@ -12,8 +12,9 @@ as a residual stream has them (Megatron-LM, arXiv:1909.08053, section 3).
 
 Expected: columns then rows is one all-reduce of [tokens, d_model] forward and one backward; every other order also
 sends the hidden array, four times as wide. GeLU works on columns as they are; of rows it would see partial sums, and
-GeLU(a + b) is not GeLU(a) + GeLU(b): on 8 devices that is wrong by half of the values' size. The 2-D cut sends less
-than the others where W is square and there are 4 devices or more, of d_model x 4 d_model not before 16.
+GeLU(a + b) is not GeLU(a) + GeLU(b): on 8 devices that is wrong by half of the values' size. Rows, rows keep less for
+the backward pass, a piece of X only, but the stream that it is taken from holds X whole. The 2-D cut sends less than
+the others where W is square and there are 4 devices or more, of d_model x 4 d_model not before 16.
 """
 
 from __future__ import annotations
