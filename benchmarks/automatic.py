@@ -135,8 +135,9 @@ def _layer(x: jax.Array, p: Tree, *, at: At, program: Program) -> tuple[jax.Arra
 
 def _attention(x: jax.Array, p: Tree, at: At, program: Program) -> jax.Array:
     """Causal attention, [b, s, d] -> [b, s, d]."""
-    qkv = jnp.einsum("bsd,dcnh->cbsnh", x, p["w_qkv"]) + p["b_qkv"][:, None, None]
-    q, k, v = at(qkv, None, "dp", None, "tp", None)
+    q = at(jnp.einsum("bsd,dnh->bsnh", x, p["w_q"]) + p["b_q"][None, None], "dp", None, "tp", None)
+    kv = jnp.einsum("bsd,dcnh->cbsnh", x, p["w_kv"]) + p["b_kv"][:, None, None]
+    k, v = at(kv, None, "dp", None, "tp", None)
     y = at(jnp.einsum("bsnh,nhd->bsd", program.attend(q, k, v), p["w_out"]), "dp", None, None)
     return checkpoint_name(y, SAVED) + p["b_out"][None, None]
 

@@ -19,7 +19,9 @@ def layer_norm(p, x):
 
 
 def attention(p, x):
-    q, k, v = (jnp.einsum("bsd,dnh->bsnh", x, p["w_qkv"][:, i]) + p["b_qkv"][None, None, i] for i in range(3))
+    q = jnp.einsum("bsd,dnh->bsnh", x, p["w_q"]) + p["b_q"][None, None]
+    k, v = (jnp.einsum("bsd,dmh->bsmh", x, p["w_kv"][:, i]) + p["b_kv"][None, None, i] for i in range(2))
+    k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
     scores = jnp.einsum("bsnh,btnh->bnst", q, k) / math.sqrt(q.shape[-1])
     length = x.shape[1]
     scores = jnp.where(jnp.tril(jnp.ones((length, length), bool))[None, None], scores, -jnp.inf)

@@ -108,8 +108,9 @@ def test_attention_weights_have_masks_of_their_own() -> None:
     params = jax.tree.map(np.array, weights(run.model))
     outer, blocks = params["outer"], params["blocks"]
     outer["wte"][:], outer["wpe"][:] = 0, 0
-    blocks["mlp"]["w_out"][:], blocks["attention"]["w_qkv"][:], blocks["attention"]["w_out"][:] = 0, 0, 0
-    blocks["attention"]["b_qkv"][:, 2] = 1
+    for weight in (blocks["mlp"]["w_out"], *(blocks["attention"][name] for name in ("w_q", "w_kv", "w_out"))):
+        weight[:] = 0
+    blocks["attention"]["b_kv"][:, 1] = 1
     for layer in range(4):
         for head in range(4):
             blocks["attention"]["w_out"][layer, head, 0, 4 * layer + head] = 1

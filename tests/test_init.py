@@ -57,14 +57,15 @@ def test_layers_differ_and_have_the_claimed_spread() -> None:
     params = weights(config().model)
     blocks = params["blocks"]
     kernels = [
-        blocks["attention"]["w_qkv"],
+        blocks["attention"]["w_q"],
         blocks["attention"]["w_out"],
         blocks["mlp"]["w_in"],
         blocks["mlp"]["w_out"],
+        blocks["attention"]["w_kv"],
     ]
     for kernel in kernels:
         assert len({layer.tobytes() for layer in kernel}) == 4
     pooled = np.concatenate([kernels[1].ravel(), kernels[3].ravel()])
     assert pooled.std() == pytest.approx(0.02 / math.sqrt(2 * 4), rel=0.05)
-    for kernel in (kernels[0], kernels[2], params["outer"]["wte"], params["outer"]["wpe"]):
+    for kernel in (kernels[0], kernels[2], kernels[4], params["outer"]["wte"], params["outer"]["wpe"]):
         assert kernel.std() == pytest.approx(0.02, rel=0.05)

@@ -34,7 +34,7 @@ def ring_bytes(run: RunConfig) -> int:
     made, found = trainer(run), []
 
     def body(params, batch):
-        params = made.zero.opened(diverge(params, made.model.specs, made.model.boundary.axes))
+        params = made.zero.opened(diverge(params, made.model.summed))
         work = made.model.work(batch, jax.random.key(0), run.train.global_batch)
         stack = Stack(work.layer, params["blocks"], made.model.stream_zeros(batch), varying(jnp.int32(0), ("pp",)))
         found.extend(array.size * array.dtype.itemsize for array in stack.ring(slots=1))

@@ -134,7 +134,7 @@ def test_decay_is_for_matrices(architecture: str) -> None:
     state, _ = trainer(run).step(start(run), put(run, batch(run, labels=labels)))
     before, after = weights(run.model), host(state.params)
     for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
-        matrix = path[-1].key in ("wte", "wpe", "head", "w_qkv", "w_out", "w_in", "w_gate", "w_up")
+        matrix = path[-1].key in ("wte", "wpe", "head", "w_q", "w_kv", "w_out", "w_in", "w_gate", "w_up")
         assert matrix == (old.std() > 0)  # all that starts random is a matrix here
         chex.assert_trees_all_close(new, old * np.float32(1 - RATE * 0.5) if matrix else old, rtol=1e-6, atol=0)
 

@@ -92,6 +92,11 @@ def check_layout(config: RunConfig) -> None:
     """Raise `ConfigError` where a dim of the model or the sequence does not divide over the axis that splits it."""
     mesh, model, parallel, train = config.mesh, config.model, config.parallel, config.train
     divides("mesh.tp", mesh.tp, "model.heads", model.heads, "use a tp that divides the heads")
+    if model.groups % mesh.tp and mesh.tp % model.groups:
+        raise ConfigError(
+            f"model.kv_heads={model.groups} is neither a multiple nor a divisor of mesh.tp={mesh.tp}, so that devices "
+            "would need parts of a head; change one of them"
+        )
     divides("mesh.tp", mesh.tp, "model.d_ff", model.d_ff, "use a tp that divides d_ff")
     divides("mesh.pp", mesh.pp, "model.layers", model.layers, "use a pp that divides the layers")
     if model.experts:
@@ -101,6 +106,11 @@ def check_layout(config: RunConfig) -> None:
         raise ConfigError(
             f"model.attention='plain' needs whole sequences, but mesh.cp={mesh.cp} splits train.seq_len="
             f"{train.seq_len} into pieces of {train.seq_len // mesh.cp}; use --model.attention flash or --mesh.cp 1"
+        )
+    if parallel.overlap and not parallel.sequence:
+        raise ConfigError(
+            "parallel.overlap=True sends tokens piece by piece, but with parallel.sequence=False every tp device has "
+            "them all; add --parallel.sequence, or write --parallel.no_overlap"
         )
     local = train.seq_len // mesh.cp
     if parallel.sequence and local % mesh.tp:

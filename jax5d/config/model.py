@@ -25,6 +25,8 @@ class ModelConfig:
     """Width of the residual stream."""
     heads: int = 4
     """Attention heads; each has d_model / heads dimensions."""
+    kv_heads: int = 0
+    """Heads of keys and values, each of which serves heads / kv_heads query heads; 0 is as many as heads."""
     d_ff: int = 512
     """Width of the MLP, or of each expert."""
     vocab: int = 257
@@ -58,6 +60,11 @@ class ModelConfig:
     def head_dim(self) -> int:
         """Dimensions of one attention head."""
         return self.d_model // self.heads
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
 
 
 def _gpt2(name: str, layers: int, d_model: int, heads: int) -> ModelConfig:
@@ -107,6 +114,8 @@ def check_model(model: ModelConfig) -> None:
     at_least(0, model__experts=model.experts, model__group=model.group, model__aux_coef=model.aux_coef)
     at_least(0, model__capacity_factor=model.capacity_factor, model__z_coef=model.z_coef)
     divides("model.heads", model.heads, "model.d_model", model.d_model, "change one of them")
+    at_least(0, model__kv_heads=model.kv_heads)
+    divides("model.kv_heads", model.groups, "model.heads", model.heads, "use a number of kv heads that divides the heads")
     if model.architecture == "llama":
         _check_llama(model)
     if not 0 <= model.dropout < 1:

@@ -76,6 +76,26 @@ class StepTraffic:
         if self.config.parallel.sequence:
             yield from self._of("all_gather", ("tp",), self.stream_tokens * features, count)
 
+    def _columns(self, count: int) -> Iterator[Collective]:
+        """Into a column-parallel layer: a gather of the stream, or as many bytes piece by piece."""
+        yield from self._pieces(count) if self.config.parallel.overlap else self._enter(self._features, count)
+
+    def _rows(self, count: int) -> Iterator[Collective]:
+        """Out of a row-parallel layer, and the transpose of `_columns`: a sum, or one that goes round in pieces."""
+        yield from self._pieces(count) if self.config.parallel.overlap else self._sum(self._features, count)
+
+    def _pieces(self, count: int) -> Iterator[Collective]:
+        """t - 1 hops of the stream's tokens, half of them either way; a single token is not halved."""
+        tokens, hops = self.config.train.seq_len // self.config.mesh.cp // self.config.mesh.tp, self.config.mesh.tp - 1
+        rows = self.stream_tokens // tokens
+        for half in (tokens - tokens // 2, tokens // 2):
+            yield from self._of("ppermute", ("tp",), rows * half * self._features, count * hops if half else 0)
+
+    @property
+    def _features(self) -> int:
+        """Bytes of one token of the stream."""
+        return self.config.model.d_model * self.width
+
     def _sum(self, features: int, count: int) -> Iterator[Collective]:
         """Partial sums over tp to the stream: `leave`, and the transpose of `enter`."""
         op = "psum_scatter" if self.config.parallel.sequence else "psum"
@@ -90,9 +110,9 @@ class StepTraffic:
         yield from self._of("psum", ("pp",), self.stream_tokens * self.config.model.d_model * self.width, count)
 
     def _ring(self, width: int, count: int) -> Iterator[Collective]:
-        """Keys and values once round the ring, c - 1 hops."""
-        mesh = self.config.mesh
-        payload = 2 * self.tokens * self.config.model.d_model // mesh.tp * width
+        """Keys and values once round the ring, c - 1 hops: of this device's heads, at least one."""
+        mesh, m = self.config.mesh, self.config.model
+        payload = 2 * self.tokens * max(m.groups // mesh.tp, 1) * m.head_dim * width
         yield from self._of("ppermute", ("cp",), payload, count * (mesh.cp - 1))
 
     def _exchange(self, count: int) -> Iterator[Collective]:
@@ -110,7 +130,8 @@ class StepTraffic:
         yield from self._share(self.ticks)
         yield from self._send(self.ticks)
         yield from self._layers_forward(self.ticks * layers)
-        yield from self._sum(d, 2 * self.ticks * layers)
+        yield from self._rows(self.ticks * layers)
+        yield from self._mlp_sum(self.ticks * layers)
         if self.config.model.experts:  # probabilities and z-loss; nothing in the backward pass needs the sums
             payload = (self.config.model.experts + 1) * FLOAT32
             yield from self._of("psum", self._token_axes, payload, self.ticks * layers)
@@ -118,13 +139,22 @@ class StepTraffic:
     def _layers_forward(self, count: int) -> Iterator[Collective]:
         """What a layer sends on the way to what its backward pass needs: repeated when the layer is recomputed."""
         m = self.config.model
-        yield from self._enter(m.d_model * self.width, 2 * count)
+        yield from self._columns(count)
+        yield from self._mlp_enter(count)
         yield from self._ring(self.width, count)
         if m.experts:
             yield from self._enter(m.top_k * FLOAT32, count)  # gates
             yield from self._enter(m.top_k * INT32, count)  # chosen experts
             yield from self._exchange(2 * count)
             yield from self._of("psum", self._token_axes, m.experts * INT32, count)  # load
+
+    def _mlp_enter(self, count: int) -> Iterator[Collective]:
+        """A dense MLP begins with a column-parallel layer; experts choose among whole sequences."""
+        yield from self._enter(self._features, count) if self.config.model.experts else self._columns(count)
+
+    def _mlp_sum(self, count: int) -> Iterator[Collective]:
+        """A dense MLP ends with a row-parallel layer; experts' results are combined before they are summed."""
+        yield from self._sum(self._features, count) if self.config.model.experts else self._rows(count)
 
     def _head(self) -> Iterator[Collective]:
         parallel, d = self.config.parallel, self.config.model.d_model * self.width
@@ -142,8 +172,10 @@ class StepTraffic:
         yield from self._enter(d, self.ticks)  # embedding: the transpose of its sum
         yield from self._share(self.ticks)
         yield from self._send(self.ticks - 1)  # what the last tick hands on, nobody waits for
-        yield from self._enter(d, 2 * count)  # the transpose of `leave`
-        yield from self._sum(d, 2 * count)  # the transpose of `enter`
+        yield from self._columns(count)  # the transpose of `leave`
+        yield from self._mlp_enter(count)
+        yield from self._rows(count)  # the transpose of `enter`
+        yield from self._mlp_sum(count)
         yield from self._ring(self.width, count)
         yield from self._ring(FLOAT32, count)  # gradients of keys and values
         if m.experts:
@@ -154,12 +186,14 @@ class StepTraffic:
     def _recomputed(self, count: int) -> Iterator[Collective]:
         """What is sent again because the value that it made was not kept."""
         parallel, d = self.config.parallel, self.config.model.d_model * self.width
+        if parallel.remat != "full":  # inputs of column-parallel layers, kept split; experts keep what they choose from
+            yield from self._enter(d, count * (1 if self.config.model.experts else 2))
         if parallel.remat == "selective":
             yield from self._ring(self.width, count)
         if parallel.remat == "full":
             yield from self._layers_forward(count)
             if "attention_sum" not in parallel.save:
-                yield from self._sum(d, count)
+                yield from self._rows(count)
 
     def _once(self) -> Iterator[Collective]:
         """The gradients reduced, ZeRO's parameters gathered, and scalars once a step."""
@@ -205,7 +239,8 @@ class StepTraffic:
     def _read_again(self, leaf: Leaf) -> bool:
         """Whether a layer's backward pass reads the leaf: biases only to compute again what was not kept."""
         parallel = self.config.parallel
-        saved = {"attention.b_qkv": "qkv" in parallel.save, "mlp.b_in": "mlp_in" in parallel.save, "mlp.b_out": True}
+        saved = {"mlp.b_in": "mlp_in" in parallel.save, "mlp.b_out": True}
+        saved |= dict.fromkeys(("attention.b_q", "attention.b_kv"), "qkv" in parallel.save)
         again = parallel.remat == "full" and not saved.get(leaf.name.removeprefix("blocks."), False)
         return again or not (leaf.name.endswith(".bias") or ".b_" in leaf.name)
 
@@ -252,7 +287,8 @@ class StepTraffic:
                 yield from self._of("psum", (*reduced, *split), 2 * FLOAT32, 1)
 
     def _reduced(self, leaf: Leaf) -> Axes:
-        return tuple(a for a in ("pp", *self._token_axes) if a not in leaf.axes)
+        shared = ("tp",) if leaf.shared else ()
+        return tuple(a for a in AXES if a in ("pp", *self._token_axes, *shared) and a not in leaf.axes)
 
 
 def check_bucket(config: RunConfig) -> None:

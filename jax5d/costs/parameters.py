@@ -1,7 +1,8 @@
 """Parameters of a model: every leaf with its shape and the mesh axes that split it.
 
 GPT-2: N = h v + h s + L (12 h^2 + 13 h) + 2 h for hidden h, vocabulary v, context s and L layers. Llama of MLP width f:
-N = h v + L (4 h^2 + 3 h f + 2 h) + h. An untied head adds h v to either.
+N = h v + L (4 h^2 + 3 h f + 2 h) + h. An untied head adds h v to either. With m key and value heads for a query heads,
+2 h^2 m / a takes the place of two of the h^2.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Leaf:
     name: str
     shape: tuple[int, ...]
     split: tuple[Axes, ...]
+    shared: bool = False
+    """Whether devices along tp use one copy each where tp cannot split it, and so have parts of its gradient."""
 
     @property
     def axes(self) -> Axes:
@@ -85,8 +88,8 @@ def leaves(model: ModelConfig, mesh: MeshConfig) -> list[Leaf]:
     if not llama:
         outer.append(Leaf("wpe", (model.context, d), ((), ())))
     mlp = _experts(model) if model.experts else _swiglu(model) if llama else _gelu(model)
-    block = [*_norm("norm_1", model), *_norm("norm_2", model), *_attention(model), *mlp]
-    stacked = [Leaf(f"blocks.{x.name}", (model.layers, *x.shape), (("pp",), *x.split)) for x in block]
+    block = [*_norm("norm_1", model), *_norm("norm_2", model), *_attention(model, mesh.tp), *mlp]
+    stacked = [Leaf(f"blocks.{x.name}", (model.layers, *x.shape), (("pp",), *x.split), x.shared) for x in block]
     return outer + stacked
 
 
@@ -95,13 +98,20 @@ def _norm(name: str, model: ModelConfig) -> list[Leaf]:
     return [Leaf(f"{name}.{part}", (model.d_model,), ((),)) for part in parts]
 
 
-def _attention(model: ModelConfig) -> list[Leaf]:
-    d, n, h = model.d_model, model.heads, model.head_dim
+def _attention(model: ModelConfig, tp: int) -> list[Leaf]:
+    """Of keys and values every tp device has its own heads or, where those are fewer, all of them."""
+    d, n, m, h = model.d_model, model.heads, model.groups, model.head_dim
+    kv: Axes = () if m % tp else ("tp",)
     weights = [
-        Leaf("attention.w_qkv", (d, 3, n, h), ((), (), ("tp",), ())),
+        Leaf("attention.w_q", (d, n, h), ((), ("tp",), ())),
+        Leaf("attention.w_kv", (d, 2, m, h), ((), (), kv, ()), shared=True),
         Leaf("attention.w_out", (n, h, d), (("tp",), (), ())),
     ]
-    biases = [Leaf("attention.b_qkv", (3, n, h), ((), ("tp",), ())), Leaf("attention.b_out", (d,), ((),))]
+    biases = [
+        Leaf("attention.b_q", (n, h), (("tp",), ())),
+        Leaf("attention.b_kv", (2, m, h), ((), kv, ()), shared=True),
+        Leaf("attention.b_out", (d,), ((),)),
+    ]
     return weights if model.architecture == "llama" else weights + biases
 
 

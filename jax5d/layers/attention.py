@@ -1,6 +1,7 @@
 """Multi-head causal attention: heads split over tp, sequence over cp.
 
-Shapes: b batch, s sequence (this context shard), d d_model, n heads (local), h head dim.
+Shapes: b batch, s sequence (this context shard), d d_model, n heads (local), m key and value heads (local), h head dim.
+Query head i attends to key and value head i m / n.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from jax5d.layers.linear import add_bias, times
 from jax5d.layers.names import QKV, SAVED
 from jax5d.layers.rotary import rotate
 from jax5d.parallel.context import Draw, ring_attention
+from jax5d.parallel.heads import products, weighted_queries, weighted_values
 from jax5d.parallel.random import keep
-from jax5d.parallel.tensor import Boundary
+from jax5d.parallel.tensor import Boundary, own_heads
 
 Attend = Callable[..., jax.Array]
-"""(q, k, v, draw, rate=) -> output, all [b, s, n, h]; causal."""
+"""(q [b, s, n, h], k and v [b, s, m, h], draw, rate=) -> [b, s, n, h]; causal."""
 
 
 def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, draw: Draw, *, rate: float) -> jax.Array:
@@ -47,13 +49,13 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array, draw: Draw, *, rat
         keys = jnp.arange(k.shape[1], dtype=jnp.uint32)
         mask = keep(draw.key, rate, draw.query_ids[..., None], keys[None, None, None])
         weights = jnp.where(mask, weights / (1 - rate), 0).astype(v.dtype)
-    return jnp.einsum("bnst,btnh->bsnh", weights, v)
+    return weighted_values(weights, v)
 
 
 @jax.custom_vjp
 def _weights(q: jax.Array, k: jax.Array) -> jax.Array:
     """Causal softmax [b, n, s, t] in q's dtype; the backward pass keeps that, where autodiff would keep float32."""
-    scores = jnp.einsum("bsnh,btnh->bnst", q, k, preferred_element_type=jnp.float32)
+    scores = products(q, k, jnp.float32)
     with jax.named_scope("softmax"):
         scores = scores * q.shape[-1] ** -0.5
         seen = jnp.tril(jnp.ones(scores.shape[2:], bool))[None, None]
@@ -72,7 +74,7 @@ def _weights_bwd(saved: tuple, d_weights: jax.Array) -> tuple[jax.Array, jax.Arr
         d_scores = wide * (slope - jnp.sum(slope * wide, axis=-1, keepdims=True)) * q.shape[-1] ** -0.5
         d_scores = d_scores.astype(q.dtype)
     with jax.named_scope("scores"):
-        return jnp.einsum("bnst,btnh->bsnh", d_scores, k), jnp.einsum("bnst,bsnh->btnh", d_scores, q)
+        return weighted_values(d_scores, k), weighted_queries(d_scores, q, k.shape[2])
 
 
 _weights.defvjp(_weights_fwd, _weights_bwd)
@@ -99,29 +101,50 @@ def recomputed(attend: Attend) -> Attend:
 class Attention(nnx.Module):
     """Heads of attention without biases or positions, which `BiasedAttention` and `RotaryAttention` add.
 
-    Fused q, k, v projection laid out [d, 3, heads, h], so that a cut over tp takes whole heads of each.
+    Queries are projected by [d, n, h], keys and values by [d, 2, m, h], so that a cut over tp takes whole heads of each.
+    With fewer key and value heads than tp devices every one holds them all (`own_heads`).
     """
 
     def __init__(self, config: ModelConfig, *, out_std: float, boundary: Boundary, attend: Attend, rngs: nnx.Rngs):
-        d, n, h = config.d_model, config.heads, config.head_dim
-        self.w_qkv = nnx.Param(normal(rngs, d, 3, n, h), spec=P(None, None, "tp", None))
+        d, n, h, self.kv_heads = config.d_model, config.heads, config.head_dim, config.groups
+        self.w_q = nnx.Param(normal(rngs, d, n, h), spec=P(None, "tp", None))
+        self.w_kv = nnx.Param(normal(rngs, d, 2, self.kv_heads, h), spec=P(None, None, "tp", None), shared=True)
         self.w_out = nnx.Param(normal(rngs, n, h, d, std=out_std), spec=P("tp", None, None))
         self.dropout, self.boundary, self.attend = config.dropout, boundary, attend
 
     def __call__(self, x: jax.Array, place: Place, key: jax.Array) -> jax.Array:
         """Residual stream [b, s_stream, d] -> [b, s_stream, d]; `key` uint32 [2] draws dropout on the weights."""
-        qkv = times(self.boundary.enter(x), self.w_qkv[...], "bsd,dcnh->cbsnh")
-        q, k, v = checkpoint_name(self._qkv(qkv, place), QKV)
+        q, k, v = self.queries_keys_values(x, place)
         y = self.attend(q, k, v, Draw(key, self._query_ids(q, place)), rate=self.dropout)
-        y = self.boundary.leave(times(y, self.w_out[...], "bsnh,nhd->bsd"))
-        return self._out(checkpoint_name(y, SAVED))
+        return self.out(y)
 
-    def _qkv(self, qkv: jax.Array, place: Place) -> jax.Array:
-        """What becomes of the projected q, k, v [3, b, s, n, h] before they meet."""
+    def queries_keys_values(self, x: jax.Array, place: Place) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Residual stream [b, s_stream, d] -> q [b, s, n, h], k and v [b, s, m, h], as they meet."""
+        q, k, v = self.boundary.columns(self._project, x, self._projections())
+        q, k = self._positioned(q, place), self._positioned(k, place)
+        return checkpoint_name(q, QKV), checkpoint_name(k, QKV), checkpoint_name(v, QKV)
+
+    def out(self, y: jax.Array) -> jax.Array:
+        """Attention's result [b, s, n, h] -> the residual stream [b, s_stream, d]."""
+        y = self.boundary.rows(_output, y, self.w_out[...])
+        return self._shifted(checkpoint_name(y, SAVED))
+
+    def _projections(self) -> dict[str, jax.Array]:
+        """What `_project` needs, for this device's heads."""
+        return {"w_q": self.w_q[...], "w_kv": own_heads(self.w_kv[...], self.kv_heads)}
+
+    @staticmethod
+    def _project(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Tokens [b, s, d] -> q [b, s, n, h], k and v [b, s, m, h]."""
+        k, v = times(x, weights["w_kv"], "bsd,dcmh->cbsmh")
+        return times(x, weights["w_q"], "bsd,dnh->bsnh"), k, v
+
+    def _positioned(self, x: jax.Array, place: Place) -> jax.Array:
+        """What positions make of queries or keys [b, s, n, h]."""
         del place
-        return qkv
+        return x
 
-    def _out(self, y: jax.Array) -> jax.Array:
+    def _shifted(self, y: jax.Array) -> jax.Array:
         """What becomes of the sum over tp [b, s_stream, d]."""
         return y
 
@@ -133,19 +156,30 @@ class Attention(nnx.Module):
         return place.tokens(place.positions)[:, None, :] * every + head[None, :, None]
 
 
+def _output(y: jax.Array, weight: jax.Array) -> jax.Array:
+    """Attention's result [b, s, n, h] -> partial sums [b, s, d]."""
+    return times(y, weight, "bsnh,nhd->bsd")
+
+
 class BiasedAttention(Attention):
     """GPT-2's: biases on q, k, v and on the result, the last one after the sum over tp, so that it counts once."""
 
     def __init__(self, config: ModelConfig, *, out_std: float, boundary: Boundary, attend: Attend, rngs: nnx.Rngs):
         super().__init__(config, out_std=out_std, boundary=boundary, attend=attend, rngs=rngs)
-        self.b_qkv = nnx.Param(jnp.zeros((3, config.heads, config.head_dim)), spec=P(None, "tp", None))
+        self.b_q = nnx.Param(jnp.zeros((config.heads, config.head_dim)), spec=P("tp", None))
+        self.b_kv = nnx.Param(jnp.zeros((2, self.kv_heads, config.head_dim)), spec=P(None, "tp", None), shared=True)
         self.b_out = nnx.Param(jnp.zeros(config.d_model), spec=P(None))
 
-    def _qkv(self, qkv: jax.Array, place: Place) -> jax.Array:
-        del place
-        return add_bias(qkv, jnp.expand_dims(self.b_qkv[...], (1, 2)))
+    def _projections(self) -> dict[str, jax.Array]:
+        return super()._projections() | {"b_q": self.b_q[...], "b_kv": own_heads(self.b_kv[...], self.kv_heads)}
 
-    def _out(self, y: jax.Array) -> jax.Array:
+    @staticmethod
+    def _project(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        biases = weights["b_q"], *weights["b_kv"]
+        q, k, v = (add_bias(y, b[None, None]) for y, b in zip(Attention._project(x, weights), biases, strict=True))
+        return q, k, v
+
+    def _shifted(self, y: jax.Array) -> jax.Array:
         return add_bias(y, self.b_out[...][None, None])
 
 
@@ -156,5 +190,5 @@ class RotaryAttention(Attention):
         super().__init__(config, out_std=out_std, boundary=boundary, attend=attend, rngs=rngs)
         self.theta = config.rope_theta
 
-    def _qkv(self, qkv: jax.Array, place: Place) -> jax.Array:
-        return jnp.concatenate([rotate(qkv[:2], place.positions, self.theta), qkv[2:]])
+    def _positioned(self, x: jax.Array, place: Place) -> jax.Array:
+        return rotate(x, place.positions, self.theta)

@@ -28,11 +28,18 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, Any], dict[str, Any]]:
         """Residual stream [b, s_stream, d] -> the same, no losses, no statistics."""
-        x = self.boundary.enter(x)
-        hidden = times(x, self.w_in[...], "bsd,df->bsf")
-        hidden = checkpoint_name(add_bias(hidden, self.b_in[...][None, None]), MLP_IN)
-        y = self.boundary.leave(gelu_times(hidden, self.w_out[...], "bsf,fd->bsd"))
+        hidden = self.boundary.columns(_up, x, (self.w_in[...], self.b_in[...]))
+        y = self.boundary.rows(_gelu_down, checkpoint_name(hidden, MLP_IN), self.w_out[...])
         return add_bias(y, self.b_out[...][None, None]), {}, {}
+
+
+def _up(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> jax.Array:
+    weight, bias = weights
+    return add_bias(times(x, weight, "bsd,df->bsf"), bias[None, None])
+
+
+def _gelu_down(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    return gelu_times(hidden, weight, "bsf,fd->bsd")
 
 
 class SwiGlu(nnx.Module):
@@ -46,6 +53,13 @@ class SwiGlu(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, Any], dict[str, Any]]:
         """Residual stream [b, s_stream, d] -> the same, no losses, no statistics."""
-        x = self.boundary.enter(x)
-        gate, up = (checkpoint_name(times(x, w[...], "bsd,df->bsf"), MLP_IN) for w in (self.w_gate, self.w_up))
-        return self.boundary.leave(silu_times(gate, up, self.w_out[...], "bsf,fd->bsd")), {}, {}
+        hidden = self.boundary.columns(_gate_and_up, x, (self.w_gate[...], self.w_up[...]))
+        return self.boundary.rows(_silu_down, checkpoint_name(hidden, MLP_IN), self.w_out[...]), {}, {}
+
+
+def _gate_and_up(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
+    return [times(x, weight, "bsd,df->bsf") for weight in weights]
+
+
+def _silu_down(hidden: list[jax.Array], weight: jax.Array) -> jax.Array:
+    return silu_times(*hidden, weight, "bsf,fd->bsd")

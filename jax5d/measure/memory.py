@@ -53,7 +53,7 @@ def kept_by_layer(trainer: Trainer) -> list[jax.ShapeDtypeStruct]:
 
     def body(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         model = trainer.model
-        params = trainer.zero.opened(diverge(params, model.specs, model.boundary.axes))
+        params = trainer.zero.opened(diverge(params, model.summed))
         work = model.work(batch, jax.random.key(0), trainer.config.train.global_batch)
         stack = Stack(work.layer, params["blocks"], model.stream_zeros(batch), varying(jnp.int32(0), ("pp",)))
         found.extend(jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in stack.halves.saved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +19,8 @@ from jax5d.layers.attention import choose_attention, recomputed
 from jax5d.layers.dropout import Place, site
 from jax5d.mesh import DATA_AXES
 from jax5d.models.transformer import Block, Transformer
-from jax5d.parallel.data import varying
+from jax5d.parallel.data import reduction_axes, varying
+from jax5d.parallel.overlap import OverlappedBoundary
 from jax5d.parallel.pipeline import Work
 from jax5d.parallel.sequence import SequenceBoundary
 from jax5d.parallel.tensor import Boundary, TensorBoundary
@@ -32,6 +34,11 @@ BATCH_SPEC = P(None, ("dp", "ep"), "cp")
 def _merge(graph: Any, params: Tree) -> Any:
     """The module of a graph with these parameters, which may be local shards: nnx does not check shapes."""
     return nnx.merge(graph, nnx.State(params))
+
+
+def _is_shared(param: nnx.Param) -> bool:
+    """Whether devices along tp use one weight where it cannot be split: heads of keys and values."""
+    return param.get_metadata().get("shared", False)
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,10 @@ class Model:
     @cached_property
     def boundary(self) -> Boundary:
         """Chosen once, here, from the configuration."""
-        return SequenceBoundary() if self.parallel.sequence else TensorBoundary()
+        if not self.parallel.sequence:
+            return TensorBoundary()
+        kind = OverlappedBoundary if self.parallel.overlap else SequenceBoundary
+        return kind(regather=self.parallel.remat != "full")
 
     @property
     def rows(self) -> int:
@@ -86,10 +96,28 @@ class Model:
     @cached_property
     def specs(self) -> Tree:
         """PartitionSpec of every parameter: the one beside the weight, behind "pp" for a stacked one."""
+        return self._each_parameter(self._spec)
+
+    @cached_property
+    def summed(self) -> Tree:
+        """For every parameter the axes whose devices have parts of its gradient."""
+        return self._each_parameter(
+            lambda path, param: reduction_axes(
+                self._spec(path, param), ("tp",) if _is_shared(param) else self.boundary.axes
+            )
+        )
+
+    def _each_parameter(self, function: Callable[[tuple, nnx.Param], Any]) -> Tree:
+        """A tree like the parameters: `function` of each one's path and abstract nnx.Param."""
         state = nnx.state(self._abstract, nnx.Param)
-        flat = {path: param.get_metadata("spec") for path, param in nnx.to_flat_state(state)}
-        flat = {path: P("pp", *spec) if path[0] == "blocks" else spec for path, spec in flat.items()}
-        return nnx.traversals.unflatten_mapping(flat)
+        return nnx.traversals.unflatten_mapping({path: function(path, p) for path, p in nnx.to_flat_state(state)})
+
+    def _spec(self, path: tuple, param: nnx.Param) -> P:
+        """A shared weight is split only where its heads divide over tp."""
+        spec = param.get_metadata("spec")
+        if _is_shared(param) and self.config.groups % self.mesh.tp:
+            spec = P(*(None if axis == "tp" else axis for axis in spec))
+        return P("pp", *spec) if path[0] == "blocks" else spec
 
     @cached_property
     def _graphs(self) -> tuple[Any, Any]:

@@ -4,8 +4,9 @@ Each device keeps its queries and meets every block of keys and values once, mer
 softmax in float32. The backward pass sends the blocks round again, and with them the gradient of each block, which
 ends at its owner. Liu et al., Ring Attention, arXiv:2310.01889; the backward pass is FlashAttention's, 2205.14135.
 
-Shapes: b batch, s local queries, t local keys of one piece, n local heads, h head dim. Blocks are contiguous: device r
-of cp holds the global positions r s .. (r+1) s - 1. A ring of one is plain blockwise attention.
+Shapes: b batch, s local queries, t local keys of one piece, n local heads, m local heads of keys and values, h head dim.
+Blocks are contiguous: device r of cp holds the global positions r s .. (r+1) s - 1. A ring of one is plain blockwise
+attention.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from einops import rearrange
 from jax import lax
 
 from jax5d.parallel.data import varying, varying_axes
+from jax5d.parallel.heads import products, weighted_queries, weighted_values
 from jax5d.parallel.random import keep
 
 PIECE = 512
@@ -51,7 +53,8 @@ def ring_attention(
     """Exact attention over the whole sequence.
 
     Args:
-        q, k, v: [b, s, n, h], this device's block, float32, bfloat16 or float16.
+        q: [b, s, n, h], this device's block, float32, bfloat16 or float16.
+        k, v: [b, s, m, h]; m divides n.
         draw: source of the dropout mask; unused at rate 0.
         causal: whether a query sees later keys.
         rate: dropout rate on the attention weights.
@@ -78,17 +81,17 @@ def _rotate(x: jax.Array) -> jax.Array:
 
 
 def _pieces(kv: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cut a block [2, b, s, n, h] into pieces [c, 2, b, t, n, h] with the global position of each one's first key."""
+    """Cut a block [2, b, s, m, h] into pieces [c, 2, b, t, m, h] with the global position of each one's first key."""
     size = kv.shape[2]
     count = next(c for c in range(1, size + 1) if size % c == 0 and size // c <= PIECE)
-    cut = rearrange(kv, "two b (c t) n h -> c two b t n h", c=count)
+    cut = rearrange(kv, "two b (c t) m h -> c two b t m h", c=count)
     return cut, source * size + jnp.arange(count) * (size // count)
 
 
 def _scores(q: jax.Array, k: jax.Array, start: jax.Array, causal: bool) -> jax.Array:
     """float32 [b, n, s, t], minus infinity where a query may not look; `start` is the first key's position."""
     s, t = q.shape[1], k.shape[1]
-    scores = jnp.einsum("bsnh,btnh->bnst", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    scores = products(q, k, jnp.float32) * q.shape[-1] ** -0.5
     if not causal:
         return scores
     query = lax.axis_index("cp") * s + jnp.arange(s)
@@ -121,8 +124,7 @@ def _merge(q: jax.Array, kv: jax.Array, source: jax.Array, draw: Draw, mask: Mas
         weights = jnp.exp(scores - new_top[..., None])
         shrink = jnp.exp(top - new_top)
         used = _dropped(weights, start, draw, mask.rate).astype(v.dtype)
-        new = jnp.einsum("bnst,btnh->bsnh", used, v, preferred_element_type=jnp.float32)
-        out = out * jnp.swapaxes(shrink, 1, 2)[..., None] + new
+        out = out * jnp.swapaxes(shrink, 1, 2)[..., None] + weighted_values(used, v, jnp.float32)
         return (new_top, total * shrink + jnp.sum(weights, axis=-1), out), None
 
     def met() -> tuple:
@@ -157,7 +159,7 @@ def _attend_fwd(q: jax.Array, kv: jax.Array, draw: Draw, mask: Mask) -> tuple[ja
 
 
 def _gradients(saved: tuple, d_out: jax.Array, kv: jax.Array, source: jax.Array, mask: Mask) -> tuple:
-    """What one block contributes: d_q float32 [b, s, n, h], d_kv float32 [2, b, s, n, h]."""
+    """What one block contributes: d_q float32 [b, s, n, h], d_kv float32 [2, b, s, m, h]."""
     q, _, draw, out, log_sum = saved
     axes = varying_axes(q)
     inner = jnp.einsum("bsnh,bsnh->bns", d_out.astype(jnp.float32), out.astype(jnp.float32))
@@ -165,20 +167,19 @@ def _gradients(saved: tuple, d_out: jax.Array, kv: jax.Array, source: jax.Array,
     def piece(d_q: jax.Array, part: tuple) -> tuple:
         (k, v), start = part
         weights = jnp.exp(_scores(q, k, start, mask.causal) - log_sum[..., None])
-        d_used = jnp.einsum("bsnh,btnh->bnst", d_out, v, preferred_element_type=jnp.float32)
+        d_used = products(d_out, v, jnp.float32)
         d_scores = weights * (_dropped(d_used, start, draw, mask.rate) - inner[..., None])
         d_scores = (d_scores * q.shape[-1] ** -0.5).astype(q.dtype)
         used = _dropped(weights, start, draw, mask.rate).astype(q.dtype)
-        d_v = jnp.einsum("bnst,bsnh->btnh", used, d_out, preferred_element_type=jnp.float32)
-        d_k = jnp.einsum("bnst,bsnh->btnh", d_scores, q, preferred_element_type=jnp.float32)
-        d_q += jnp.einsum("bnst,btnh->bsnh", d_scores, k, preferred_element_type=jnp.float32)
-        return d_q, jnp.stack([d_k, d_v])
+        d_v = weighted_queries(used, d_out, v.shape[2], jnp.float32)
+        d_k = weighted_queries(d_scores, q, k.shape[2], jnp.float32)
+        return d_q + weighted_values(d_scores, k, jnp.float32), jnp.stack([d_k, d_v])
 
     nothing = varying(jnp.zeros(q.shape, jnp.float32), axes), varying(jnp.zeros(kv.shape, jnp.float32), axes)
 
     def met() -> tuple:
         d_q, d_kv = lax.scan(piece, nothing[0], _pieces(kv, source))
-        return d_q, rearrange(d_kv, "c two b t n h -> two b (c t) n h")
+        return d_q, rearrange(d_kv, "c two b t m h -> two b (c t) m h")
 
     return lax.cond(_seen(source, mask.causal), met, lambda: nothing)
 

@@ -42,7 +42,8 @@ def split_axes(specs: Tree) -> set[str]:
 def reduction_axes(spec: P, token_axes: tuple[str, ...]) -> tuple[str, ...]:
     """Axes over which a gradient must be summed: pp, dp, ep, cp and `token_axes`, less those that its spec names.
 
-    `token_axes` is ("tp",) where tp splits tokens too (sequence parallelism), otherwise ().
+    `token_axes` is ("tp",) where tp devices have gradients of different tokens (sequence parallelism) or of different
+    heads that share the parameter, otherwise ().
     """
     return tuple(a for a in ("pp", *DATA_AXES, *token_axes) if a not in spec_axes(spec))
 
@@ -63,9 +64,14 @@ def zeros_of(kind: Any, dims: tuple[int, ...] = ()) -> jax.Array:
     return varying(jnp.zeros((*dims, *kind.shape), kind.dtype), tuple(kind.manual_axis_type.varying))
 
 
-def diverge(params: Tree, specs: Tree, token_axes: tuple[str, ...]) -> Tree:
-    """Give every device its own copy of each parameter, to differentiate. Bytes: 0."""
-    return jax.tree.map(lambda s, p: varying(p, reduction_axes(s, token_axes)), specs, params, is_leaf=is_spec)
+def is_axes(x: object) -> bool:
+    """Whether a leaf of a tree that has axes for each parameter."""
+    return isinstance(x, tuple)
+
+
+def diverge(params: Tree, summed: Tree) -> Tree:
+    """Give every device along the axes `summed` its own copy of each parameter, to differentiate. Bytes: 0."""
+    return jax.tree.map(lambda axes, p: varying(p, axes), summed, params, is_leaf=is_axes)
 
 
 def cast(tree: Tree, dtype: Any) -> Tree:

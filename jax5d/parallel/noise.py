@@ -15,21 +15,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax5d.config import AXES
-from jax5d.parallel.data import is_spec, reduction_axes, spec_axes, squares
+from jax5d.parallel.data import is_axes, is_spec, spec_axes, squares
 
 Tree = Any
 Group = tuple[tuple[str, ...], tuple[str, ...]]
 """Axes that a leaf is reduced over, and axes that split it."""
 
 
-def noise_groups(specs: list[Any], token_axes: tuple[str, ...], sizes: dict[str, int]) -> list[Group | None]:
+def noise_groups(specs: list[Any], summed: list[tuple[str, ...]], sizes: dict[str, int]) -> list[Group | None]:
     """For each leaf, what it is summed over; None where a device's gradient is not that of whole sequences.
 
     That is so where pp or tp devices hold parts of the sum, and where cp splits the sequences.
     """
     groups: list[Group | None] = []
-    for spec in specs:
-        axes = reduction_axes(spec, token_axes)
+    for spec, axes in zip(specs, summed, strict=True):
         large = {a for a in axes if sizes[a] > 1}
         groups.append((axes, spec_axes(spec)) if large <= {"dp", "ep"} else None)
     return groups
@@ -37,7 +36,7 @@ def noise_groups(specs: list[Any], token_axes: tuple[str, ...], sizes: dict[str,
 
 @jax.named_scope("gradient_noise")
 def gradient_noise(
-    squared: Tree, reduced: Tree, specs: Tree, stored: Tree, token_axes: tuple[str, ...], *, batch: int, pieces: int
+    squared: Tree, reduced: Tree, specs: Tree, stored: Tree, summed: Tree, *, batch: int, pieces: int
 ) -> dict[str, jax.Array]:
     """Unbiased estimates of |G|^2 and tr(S), over the leaves whose local gradient is a replica's own.
 
@@ -45,7 +44,7 @@ def gradient_noise(
         squared: for each leaf, the sum of squares of this device's gradients, of one microbatch after another, before
             the reduction: float32 []. They are parts of the mean gradient of the global batch.
         reduced: the gradients after it, laid out by `stored`.
-        specs: of the parameters; `stored` may name further axes, over which gradients lie in pieces.
+        specs: of the parameters; `summed` has the axes over which their gradients are summed, and `stored` may name further axes, over which gradients lie in pieces.
         batch: sequences B of the global batch.
         pieces: microbatches M of a replica.
 
@@ -55,7 +54,8 @@ def gradient_noise(
         One psum of 8 bytes for each set of axes.
     """
     leaves = partial(jax.tree.leaves, is_leaf=is_spec)
-    groups = noise_groups(leaves(specs), token_axes, {a: lax.axis_size(a) for a in AXES})
+    sizes = {a: lax.axis_size(a) for a in AXES}
+    groups = noise_groups(leaves(specs), jax.tree.leaves(summed, is_leaf=is_axes), sizes)
     sums: dict[Group, jax.Array] = {}
     for group, local, grad, spec in zip(groups, leaves(squared), leaves(reduced), leaves(stored), strict=True):
         if group and lax.axis_size(group[0]) * pieces > 1:

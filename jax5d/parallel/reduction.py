@@ -19,11 +19,10 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from jax5d.config import ParallelConfig
 from jax5d.parallel.agree import agreed
-from jax5d.parallel.data import cast, is_spec, reduction_axes, spec_axes, squares, zeros_of
+from jax5d.parallel.data import cast, is_axes, is_spec, spec_axes, squares, zeros_of
 from jax5d.parallel.ring import ring_all_reduce, two_level_all_reduce, two_way_ring_all_reduce
 from jax5d.parallel.stack import Back, Stack, add, get, put
 from jax5d.parallel.zero import Cut, any_cut, scatter, zero_pieces
@@ -72,7 +71,8 @@ class _Summed:
     """Gradients are added up on this device, whole, until the last microbatch."""
 
     specs: Tree
-    token_axes: tuple[str, ...]
+    summed: Tree
+    """For each leaf, the axes over which its gradient is summed."""
     all_reduce: AllReduce
     dtype: Any
 
@@ -102,13 +102,13 @@ class AtOnce(_Summed):
 
     def rest(self, grads: dict[str, Tree]) -> dict[str, Tree]:
         """Leaves that are summed over the same axes, and split over the same, share buffers."""
-        axes = partial(reduction_axes, token_axes=self.token_axes)
         if self.size is None:
-            return jax.tree.map(lambda spec, g: self.all_reduce(g, axes(spec)), self.specs, grads, is_leaf=is_spec)
+            return jax.tree.map(lambda axes, g: self.all_reduce(g, axes), self.summed, grads, is_leaf=is_axes)
         leaves, tree = jax.tree.flatten(grads)
         groups: dict[tuple[tuple[str, ...], frozenset[str]], list[int]] = {}
-        for i, spec in enumerate(jax.tree.leaves(self.specs, is_leaf=is_spec)):
-            groups.setdefault((axes(spec), frozenset(spec_axes(spec))), []).append(i)
+        specs, summed = jax.tree.leaves(self.specs, is_leaf=is_spec), jax.tree.leaves(self.summed, is_leaf=is_axes)
+        for i, (spec, axes) in enumerate(zip(specs, summed, strict=True)):
+            groups.setdefault((axes, frozenset(spec_axes(spec))), []).append(i)
         for (names, _), members in groups.items():
             flat = jnp.concatenate([leaves[i].ravel() for i in members])
             length = int(max(1, min(flat.size, self.size / flat.dtype.itemsize)))
@@ -162,10 +162,10 @@ class Overlapped(_Summed):
     def _each(self, sum_over: AllReduce, part: str, grads: Tree) -> Tree:
         """`sum_over` of each leaf, over the axes along which replicas of it, or of its piece, have parts of the sum."""
 
-        def one(spec: P, cut: Cut, grad: jax.Array) -> jax.Array:
-            return sum_over(grad, tuple(a for a in reduction_axes(spec, self.token_axes) if a not in cut.axes))
+        def one(axes: tuple[str, ...], cut: Cut, grad: jax.Array) -> jax.Array:
+            return sum_over(grad, tuple(a for a in axes if a not in cut.axes))
 
-        return jax.tree.map(one, self.specs[part], self.cuts[part], grads, is_leaf=is_spec)
+        return jax.tree.map(one, self.summed[part], self.cuts[part], grads, is_leaf=is_axes)
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,8 @@ def _pieces(flat: jax.Array, length: int) -> Iterator[jax.Array]:
         yield flat[start : start + length]
 
 
-def make_reduction(parallel: ParallelConfig, specs: Tree, cuts: Tree, token_axes: tuple[str, ...]) -> Reduction:
-    """The configured reduction of gradients laid out by `specs`; for `token_axes` see `data.reduction_axes`.
+def make_reduction(parallel: ParallelConfig, specs: Tree, summed: Tree, cuts: Tree) -> Reduction:
+    """The configured reduction of gradients laid out by `specs`, each over its axes in `summed`.
 
     `cuts` says where leaves are cut; where none is, every stage of ZeRO is stage 0.
     """
@@ -252,7 +252,7 @@ def make_reduction(parallel: ParallelConfig, specs: Tree, cuts: Tree, token_axes
         "two_way_ring": two_way_ring_all_reduce,
         "two_level": partial(two_level_all_reduce, inner=parallel.inner),
     }[parallel.all_reduce]
-    common = specs, token_axes, all_reduce, parallel.accumulate
+    common = specs, summed, all_reduce, parallel.accumulate
     if parallel.reduction == "overlap":
         return (Scattered if parallel.zero >= 2 and any_cut(cuts) else Overlapped)(*common, cuts)
     size = {"leaf": None, "bucket": parallel.bucket_mb * 1e6, "single": float("inf")}[parallel.reduction]

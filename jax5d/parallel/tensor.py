@@ -1,16 +1,17 @@
 """Tensor parallelism: the boundary of a region whose weights are split over tp, and the split vocabulary.
 
-A tensor-parallel region is `boundary.leave(f(boundary.enter(x)))`: f's first weight is split by columns, its last by
-rows, so f needs no communication inside and its output is a partial sum. Megatron-LM, arXiv:1909.08053, section 3.
-A boundary also says how the residual stream between regions is laid out (`split`, `axes`).
+A tensor-parallel region begins with weights that are split by columns (`boundary.columns`) and ends with one that is
+split by rows (`boundary.rows`): nothing is sent in between, and what leaves are partial sums. Megatron-LM,
+arXiv:1909.08053, section 3. A boundary also says how the residual stream between regions is laid out (`split`, `axes`).
 
 Shapes: b batch, s sequence, d d_model, n tokens, v vocabulary; all of them local.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,11 @@ from jax5d.parallel.data import varying, varying_axes
 
 VOCAB_AXES = ("pp", "tp")
 """Axes that split the vocabulary."""
+
+
+Tree = Any
+Product = Callable[[jax.Array, Tree], Tree]
+"""(x [b, s, ...], weights) -> arrays [b, s, ...]: what a linear layer makes of each token by itself."""
 
 
 class Boundary(Protocol):
@@ -35,6 +41,14 @@ class Boundary(Protocol):
 
     def leave(self, x: jax.Array) -> jax.Array:
         """The region's partial sums [b, s, d] to the residual stream [b, s_stream, d]."""
+        ...
+
+    def columns(self, product: Product, x: jax.Array, weights: Tree) -> Tree:
+        """A column-parallel layer: product(enter(x), weights), arrays [b, s, ...]. `product` is affine in x."""
+        ...
+
+    def rows(self, product: Product, x: jax.Array, weights: Tree) -> jax.Array:
+        """A row-parallel layer: leave(product(x, weights)), [b, s_stream, d]. A bias is for the caller to add."""
         ...
 
     def split(self, x: jax.Array) -> jax.Array:
@@ -57,9 +71,30 @@ class TensorBoundary:
         """g: psum over tp, 2 (t-1)/t K bytes. Transpose: identity."""
         return lax.psum(x, "tp")
 
+    def columns(self, product: Product, x: jax.Array, weights: Tree) -> Tree:
+        """Bytes: those of `enter`."""
+        return product(self.enter(x), weights)
+
+    def rows(self, product: Product, x: jax.Array, weights: Tree) -> jax.Array:
+        """Bytes: those of `leave`."""
+        return self.leave(product(x, weights))
+
     def split(self, x: jax.Array) -> jax.Array:
         """Identity: the stream holds every token. Bytes: 0."""
         return x
+
+
+def own_heads(weight: jax.Array, heads: int) -> jax.Array:
+    """The key and value heads that this device's query heads attend to: [..., own, h] of a weight [..., stored, h].
+
+    Grouped-query attention (Ainslie et al., arXiv:2305.13245) has `heads` of them. Where tp divides those, the weight is
+    split and all that is stored is this device's own; where tp is a multiple of them, every device stores all and uses
+    one, which t / heads devices share. Bytes: 0, and the gradients of what is stored whole are parts of a sum over tp.
+    """
+    t = lax.axis_size("tp")
+    own = max(heads // t, 1)
+    start = jnp.minimum(lax.axis_index("tp") * heads // t, weight.shape[-2] - own)
+    return lax.dynamic_slice_in_dim(weight, start, own, axis=weight.ndim - 2)
 
 
 def vocab_start(rows: int) -> jax.Array:

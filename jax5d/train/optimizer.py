@@ -13,7 +13,7 @@ from jax5d.config import TrainConfig
 
 Tree = Any
 
-MATRICES = ("wte", "wpe", "w_qkv", "w_out", "w_in", "w_gate", "w_up", "router", "head")
+MATRICES = ("wte", "wpe", "w_q", "w_kv", "w_out", "w_in", "w_gate", "w_up", "router", "head")
 """Leaves that weight decay applies to; norms and biases are left alone."""
 
 

@@ -133,7 +133,7 @@ class Trainer:
     @cached_property
     def reduction(self) -> Reduction:
         """How gradients are summed over replicas."""
-        return make_reduction(self.config.parallel, self.model.specs, self.zero.cuts, self.model.boundary.axes)
+        return make_reduction(self.config.parallel, self.model.specs, self.model.summed, self.zero.cuts)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -229,13 +229,13 @@ class Trainer:
 
     def _gradients(self, state: TrainState, batch: Batch) -> tuple[Tree, dict[str, jax.Array]]:
         """Local: params and batch are this device's shards."""
-        model, specs, axes = self.model, self.model.specs, self.model.boundary.axes
+        model, specs, summed = self.model, self.model.specs, self.model.summed
         key = jax.random.fold_in(jax.random.key(self.config.seed), state.step)
         count = batch["inputs"].shape[0]
         tokens = sum_over_shards(jnp.sum(batch["labels"] >= 0, dtype=jnp.int32))
         mean, scale = 1 / jnp.maximum(tokens, 1).astype(jnp.float32), self.scaling.factor(state.loss_scale)
-        own = diverge(state.params, specs, axes)
-        whole = diverge(state.replica, specs, axes) if self.zero.replicates else own
+        own = diverge(state.params, summed)
+        whole = diverge(state.replica, summed) if self.zero.replicates else own
         result = pipeline.train(
             SCHEDULES[self.config.parallel.schedule](self.config.mesh.pp, count),
             model.work(batch, key, self._global_rows(batch)),
@@ -249,7 +249,7 @@ class Trainer:
         with jax.named_scope("reduce_gradients"):
             grads = self.reduction.rest({"outer": result.outer_grads, "blocks": result.block_grads})
         noise = gradient_noise(
-            result.squares, grads, specs, self.specs.params, axes, batch=self.config.train.global_batch, pieces=count
+            result.squares, grads, specs, self.specs.params, summed, batch=self.config.train.global_batch, pieces=count
         )
         losses = {name: sum_over_varying(value) / count for name, value in result.losses.items()}
         stats = jax.tree.map(sum_over_varying, result.stats)
