@@ -48,7 +48,10 @@ def greedy(model: ModelConfig, prompt: list[int], count: int, window: int = 32) 
 def written(run: RunConfig, prompts: Any = PROMPTS, count: int = COUNT, **options: Any) -> list[list[int]]:
     """By the library, on the run's mesh; greedy unless `sampling` is given."""
     options = {"sampling": GREEDY} | options
-    return [text.tolist() for text in generate(trainer(run), start(run, params_of(run.model)).params, prompts, count, **options)]
+    return [
+        text.tolist()
+        for text in generate(trainer(run), start(run, params_of(run.model)).params, prompts, count, **options)
+    ]
 
 
 LLAMA = {"architecture": "llama", "tied": False}
@@ -71,7 +74,9 @@ CACHED: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "options"), CACHED, ids=[f"{name(m)}-{'-'.join(map(str, o.values()))}" for m, o in CACHED])
+@pytest.mark.parametrize(
+    ("mesh", "options"), CACHED, ids=[f"{name(m)}-{'-'.join(map(str, o.values()))}" for m, o in CACHED]
+)
 def test_cached_text_is_the_plain_models(mesh: dict[str, int], options: dict[str, Any]) -> None:
     """B68: prompts of different lengths, in one batch, each as the plain model continues it alone."""
     run = config(mesh, vocab=97, **options)
@@ -121,7 +126,9 @@ def test_padding_is_never_written() -> None:
 def test_rows_and_positions_draw_apart() -> None:
     """Equal prompts get texts of their own, the same again for the same seed and others for another."""
     run = config({}, vocab=97)
-    one, again, other = (written(run, [[1]] * 3, 8, sampling=Sampling(seed=seed, temperature=2.0)) for seed in (0, 0, 1))
+    one, again, other = (
+        written(run, [[1]] * 3, 8, sampling=Sampling(seed=seed, temperature=2.0)) for seed in (0, 0, 1)
+    )
     assert one == again != other
     assert len({tuple(text) for text in one}) == 3
     assert written(run, [[1], [2]], 8, sampling=Sampling(top_k=1)) == written(run, [[1], [2]], 8)
@@ -147,8 +154,8 @@ def test_programs_are_compiled_once() -> None:
     params = start(run).params
     for lengths in ((3, 9), (64, 1), (65, 70)):
         write(decoder, params, [[1] * n for n in lengths], 5, sampling=GREEDY)
-    assert decoder.step._cache_size() == 1
-    assert decoder.prefill._cache_size() == 2, "64 tokens, and 128"
+    programs: tuple[Any, Any] = decoder.step, decoder.prefill
+    assert [program._cache_size() for program in programs] == [1, 2], "prefill of 64 tokens, and of 128"
     assert [padded_length(n, 1000) for n in (1, 64, 65, 129, 999)] == [64, 64, 128, 256, 1000]
 
 
@@ -164,7 +171,6 @@ def test_a_device_keeps_the_heads_that_it_uses(tp: int, kv_heads: int, heads: in
     assert shards[0].dtype == jnp.bfloat16
 
 
-NO = "never compiled"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompts": []}, "no prompt"),
     ({"prompts": [[1], []]}, "prompt 1 is empty"),
@@ -181,8 +187,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sampling": Sampling(top_k=98)}, "top_k=98 is outside 0..97"),
     ({"sampling": Sampling(top_p=0)}, "top_p=0"),
     ({"sampling": Sampling(top_p=1.1)}, "top_p=1.1"),
-    ({"prompts": [[1] * 30], "count": 10}, "30 tokens and count=10 more are 40, beyond 32"),
-    ({"prompts": [[1] * 40], "count": 1}, "40 tokens and count=1 more are 41, beyond 32"),
+    ({"prompts": [[1] * 30], "count": 10}, "30 tokens and count=10 more are 40, beyond the cache of 32"),
+    ({"prompts": [[1] * 40], "count": 1}, "40 tokens and count=1 more are 41, beyond the cache of 32"),
     ({"window": 33}, "window=33 is outside 1..32"),
     ({"window": 0}, "window=0"),
 ]
@@ -210,7 +216,7 @@ def test_meshes_without_a_cache(mesh: dict[str, int], options: dict[str, Any], w
     run = config(mesh, **options)
     with pytest.raises(ConfigError, match=words):
         Decoder.create(trainer(run))
-    with pytest.raises(ConfigError, match="outside 1..32"):
+    with pytest.raises(ConfigError, match=r"outside 1\.\.32"):
         Decoder.create(trainer(config()), capacity=33)
     Window.create(trainer(run), 32)
 

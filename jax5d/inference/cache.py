@@ -3,8 +3,8 @@
 Heads are split over tp as attention's are. Where tp is larger than their number (grouped-query attention) each device
 keeps the one head that its queries look at, which tp / heads devices then keep alike.
 
-Shapes: b batch (local), c capacity in tokens, s tokens of this call, n query heads, m key and value heads (local), h head
-dim.
+Shapes, all of them local: b batch, c capacity in tokens, s tokens of this call, n query heads, m heads of keys and
+values, h head dim.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class Decoder:
         for axis in ("pp", "cp"):
             if (size := getattr(mesh, axis)) > 1:
                 raise ConfigError(
-                    f"mesh.{axis}={size}: one new token cannot be shared out over {axis}; open the checkpoint on a mesh "
-                    f"of dp, ep and tp, {other}"
+                    f"mesh.{axis}={size}: {axis} cannot share out one new token; open the checkpoint on a mesh of dp, "
+                    f"ep and tp, {other}"
                 )
         if model.experts and model.capacity_factor:
             raise ConfigError(
@@ -75,8 +75,8 @@ class Decoder:
         """Raise `ConfigError` where `count` tokens behind a prompt of `longest` do not fit."""
         if longest + count > self.capacity:
             raise ConfigError(
-                f"a prompt of {longest} tokens and count={count} more are {longest + count}, beyond {self.capacity} (the "
-                f"cache, of model.context={self.trainer.config.model.context}); ask for "
+                f"a prompt of {longest} tokens and count={count} more are {longest + count}, beyond the cache of "
+                f"{self.capacity} (model.context={self.trainer.config.model.context}); ask for "
                 f"{max(self.capacity - longest, 0)} or fewer, or recompute with window={self.capacity}"
             )
 
@@ -118,11 +118,11 @@ class Decoder:
         """
         return self._program(self._step, (SPEC, ROWS, ROWS, P()), donate_argnums=1)
 
-    def arguments(self, rows: int, sampling: Sampling) -> tuple[Tree, Cache, Any, Any, Numbers]:
+    def arguments(self, rows: int, sampling: Sampling) -> tuple[Tree, Any, Any, Any, Numbers]:
         """Those of `step` for `rows` rows as ShapeDtypeStructs, to trace or compile it with."""
         model, mesh = self.trainer.config.model, self.trainer.config.mesh
         kept, each = placed(self.trainer.mesh, SPEC), placed(self.trainer.mesh, ROWS)
-        array = jax.ShapeDtypeStruct(cache_shape(model, mesh, rows, self.capacity), model.dtype, sharding=kept)
+        array: Any = jax.ShapeDtypeStruct(cache_shape(model, mesh, rows, self.capacity), model.dtype, sharding=kept)
         row = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=each)
         return weight_shapes(self.trainer), Cache(array, array), row, row, sampling.numbers
 

@@ -120,11 +120,15 @@ def _checked(prompts: Sequence[Sequence[int]], vocab: int) -> list[np.ndarray]:
     for number, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
         if ids.ndim != 1:
-            raise ConfigError(f"prompt {number} is {prompt!r}, not a list of ids; give a list of prompts, such as [[1, 2]]")
+            raise ConfigError(
+                f"prompt {number} is {prompt!r}, not a list of ids; give a list of prompts, such as [[1, 2]]"
+            )
         if not len(ids):
             raise ConfigError(f"prompt {number} is empty; give one or more token ids")
         if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab:
-            raise ConfigError(f"prompt {number} has {_wrong(prompt, vocab)}, which is no id of 0..{vocab - 1} (model.vocab)")
+            raise ConfigError(
+                f"prompt {number} has {_wrong(prompt, vocab)}, which is no id of 0..{vocab - 1} (model.vocab)"
+            )
     return [np.asarray(prompt, np.int32) for prompt in prompts]
 
 

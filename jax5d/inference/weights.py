@@ -36,4 +36,6 @@ def inference_weights(trainer: Trainer, params: Tree) -> Tree:
     if not trainer.zero.replicates:
         return cast(params, trainer.config.model.dtype)
     specs = trainer.specs.params, trainer.model.specs
-    return jax.jit(jax.shard_map(trainer.zero.replica, mesh=trainer.mesh, in_specs=specs[:1], out_specs=specs[1]))(params)
+    return jax.jit(jax.shard_map(trainer.zero.replica, mesh=trainer.mesh, in_specs=specs[:1], out_specs=specs[1]))(
+        params
+    )
