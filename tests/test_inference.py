@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import cache, partial
 from typing import Any
 
@@ -13,10 +14,12 @@ import reference
 from tiny import config, host, name, start, trainer, weights
 
 from jax5d.config import ConfigError, ModelConfig, RunConfig
+from jax5d.costs.collectives import Collective
 from jax5d.inference.decoder import Decoder, padded_length
 from jax5d.inference.generate import generate, write
 from jax5d.inference.sample import Sampling
 from jax5d.inference.window import Window
+from jax5d.measure.ledger import ledger
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = [[5, 11, 2], [7, 1, 90, 3, 3, 41, 8, 0, 96], [60]]
@@ -231,3 +234,42 @@ def test_16_bits_are_cast_once() -> None:
     params = start(run).params
     assert Decoder.create(trainer(run)).weights(params)["outer"]["wte"] is params["outer"]["wte"]
     assert host(params)["outer"]["wte"].shape == (96, 32)
+
+
+def of_step(run: RunConfig, rows: int, sampling: Sampling = GREEDY) -> list[Collective]:
+    """The ledger of a decode step; nothing is computed."""
+    decoder = Decoder.create(trainer(run))
+    return ledger(decoder.step, *decoder.arguments(rows, sampling))
+
+
+@pytest.mark.parametrize("options", [{}, LLAMA, {**LLAMA, "kv_heads": 1, "sequence": True, "overlap": True}], ids=str)
+def test_wire_of_a_new_token(options: dict[str, Any]) -> None:
+    """tp 4, dp 2, 8 rows, bfloat16: what travels does not depend on the vocabulary or on how much is cached.
+
+    Sums over tp of 4 rows x 32 x 2 bytes: 1 of the embedding, 2 a layer. The likeliest token is two maxima of 4 bytes a
+    row. A cut takes 8 sums of 16 floats a row; the nucleus's shares a maximum and a sum of 4 bytes a row before it.
+    """
+    run = config({"dp": 2, "tp": 4}, dtype="bfloat16", vocab=97, **options)
+    stream, row = (1 + 2 * 4) * 4 * 32 * 2, 4 * 4
+    sent = lambda op, count, payload: Collective(op, ("tp",), count, payload, Fraction(payload * 2 * 3, 4))  # noqa: E731
+    assert of_step(run, 8) == [sent("pmax", 2, 2 * row), sent("psum", 9, stream)]
+    top_k, top_p = Sampling(top_k=5), Sampling(top_k=5, top_p=0.9)
+    assert of_step(run, 8, Sampling()) == of_step(run, 8)
+    assert of_step(run, 8, top_k) == [sent("pmax", 2, 2 * row), sent("psum", 9 + 8, stream + 8 * 16 * row)]
+    assert of_step(run, 8, top_p) == [sent("pmax", 3, 3 * row), sent("psum", 9 + 17, stream + 16 * 16 * row + row)]
+
+
+def test_wire_of_zero_and_of_experts() -> None:
+    """ZeRO-3 gathers each layer's 14 leaves and the 4 others once a token, and stages 1 and 2 nothing; ep sends slots.
+
+    12 d^2 + 13 d parameters a layer, V + 32 + 2 rows of d beside them. Experts' slots, one a row, go and come.
+    """
+    d, layers, vocab = 32, 4, 96
+    elements = layers * (12 * d * d + 13 * d) + (vocab + 32 + 2) * d
+    found = of_step(config({"dp": 4}, zero=3), 8)
+    assert found == [Collective("all_gather", ("dp",), layers * 14 + 4, elements, Fraction(3 * elements))]
+    assert of_step(config({"dp": 4}, zero=1), 8) == of_step(config({"dp": 4}, zero=2), 8) == []
+    slots = layers * 2 * (2 * 4 * 1 * d * 4)
+    assert of_step(config({"dp": 2, "ep": 2}, moe=True), 8) == [
+        Collective("all_to_all", ("ep",), layers * 2, slots, Fraction(slots, 2))
+    ]
