@@ -8,7 +8,7 @@ Letters: M microbatches; p, c, t sizes of pp, cp, tp; b rows and s tokens of a m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
@@ -17,6 +17,9 @@ from jax5d.config import AXES, ConfigError, RunConfig
 from jax5d.costs.collectives import Collective, merge, wire_bytes
 from jax5d.costs.parameters import BYTES, FLOAT32, INT32, Axes, Leaf, Piece, leaves
 from jax5d.costs.zero import Shares
+
+Pairs = list[tuple[Leaf, Piece]]
+"""Leaves with a device's pieces of them."""
 
 
 @dataclass(frozen=True)
@@ -195,10 +198,9 @@ class StepTraffic:
     def _once(self) -> Iterator[Collective]:
         """The gradients reduced, ZeRO's parameters gathered, and scalars once a step."""
         m, pieces = self.config.model, list(self.shares.pieces())
-        for leaf, piece in pieces:
-            layers = self.shares.layers if leaf.stacked else 1
-            yield from self._scattered(piece, layers)
-            yield from self._parameters(leaf, piece, layers)
+        for stacked, layers in ((True, self.shares.layers), (False, 1)):
+            yield from self._scattered([pair for pair in pieces if pair[0].stacked == stacked], layers)
+        yield from self._parameters(pieces)
         yield from self._reduction(pieces)
         yield from self._noise([leaf for leaf, _ in pieces])
         for axes in {frozenset(piece.split) for _, piece in pieces}:
@@ -210,19 +212,42 @@ class StepTraffic:
             yield from self._of("psum", ("pp",), m.experts * INT32, 1)  # load
             yield from self._of("psum", AXES, INT32, 1)  # dropped tokens
 
-    def _scattered(self, piece: Piece, layers: int) -> Iterator[Collective]:
-        """A leaf's gradients into pieces, each layer's by itself: at stage 1 of their sum, later of each microbatch."""
-        whole = piece.size // layers * prod(getattr(self.config.mesh, a) for a in piece.axes)
-        times = self.ticks if self.shares.stage >= 2 else 1
-        yield from self._of("psum_scatter", piece.axes, whole * BYTES[self.config.parallel.accumulate], times * layers)
+    def _messages(self, pieces: Pairs, size: Callable[[Leaf, Piece], int]) -> list[Pairs]:
+        """Cut leaves that travel together: those of the same axes with a sixteenth of the largest's elements or less."""
+        largest = max(size(*pair) for pair in pieces)
+        messages: dict[str | Axes, Pairs] = {}
+        for leaf, piece in pieces:
+            if piece.axes:
+                alone = size(leaf, piece) * 16 > largest
+                messages.setdefault(leaf.name if alone else piece.axes, []).append((leaf, piece))
+        return list(messages.values())
 
-    def _parameters(self, leaf: Leaf, piece: Piece, layers: int) -> Iterator[Collective]:
+    def _scattered(self, pieces: Pairs, layers: int) -> Iterator[Collective]:
+        """Gradients into pieces, each layer's by itself: at stage 1 of their sum, later of each microbatch."""
+        times = (self.ticks if self.shares.stage >= 2 else 1) * layers
+        width = BYTES[self.config.parallel.accumulate]
+        for message in self._messages(pieces, lambda leaf, _: leaf.local_size(self.config.mesh)):
+            axes = message[0][1].axes
+            whole = sum(piece.size for _, piece in message) * prod(getattr(self.config.mesh, a) for a in axes)
+            yield from self._of("psum_scatter", axes, whole // layers * width, times)
+
+    def _parameters(self, pieces: Pairs) -> Iterator[Collective]:
         """Whole leaves of pieces, once: after the update, or at stage 3 before the step, but for the layers there."""
-        if self.shares.stage == 3 and leaf.stacked:
-            count = self.ticks * layers + (self._regathers if self._read_again(leaf) else 0)
-            yield from self._of("all_gather", piece.axes, piece.size // layers * self.width, count)
-        else:
-            yield from self._of("all_gather", piece.axes, piece.size * self.width, 1)
+        if self.shares.stage < 3:
+            yield from self._gathered(pieces, 1, lambda _: 1)
+            return
+        stacked, outer = ([pair for pair in pieces if pair[0].stacked == which] for which in (True, False))
+        yield from self._gathered(outer, 1, lambda _: 1)
+        forward, again = self.ticks * self.shares.layers, self._regathers
+        yield from self._gathered(
+            stacked, self.shares.layers, lambda message: forward + again * any(self._read_again(x) for x, _ in message)
+        )
+
+    def _gathered(self, pieces: Pairs, layers: int, times: Callable[[Pairs], int]) -> Iterator[Collective]:
+        """Messages of the parts of a layer in the pieces of `layers` of them."""
+        for message in self._messages(pieces, lambda _, piece: piece.size):
+            size = sum(piece.size for _, piece in message) // layers
+            yield from self._of("all_gather", message[0][1].axes, size * self.width, times(message))
 
     @property
     def _regathers(self) -> int:
