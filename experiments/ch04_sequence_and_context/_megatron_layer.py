@@ -28,10 +28,12 @@ from jax5d.parallel.tensor import Boundary
 Params = dict[str, jax.Array]
 
 KEPT = (
-    "product_in", "queries", "keys", "values", "softmax", "dropped", "attention_out",
-    "norm_in", "gelu_in", "gelu_out", "mask",
+    "product_in", "queries", "keys", "values", "attention_out", "stream_mask", "norm_in", "gelu_in", "gelu_out",
 )  # fmt: skip
 """Names of what is kept beside the layer's input. A product's input is named before it is gathered: it waits split."""
+
+SQUARES = ("softmax", "weights_mask", "dropped")
+"""Names of what is kept of attention's weights [b, n, s, s], unless attention is recomputed."""
 
 SPECS = {
     "norm_1": P(None, None),
@@ -71,15 +73,15 @@ class MegatronLayer:
         q, k, v = jnp.einsum("bsd,cdnh->cbsnh", y, params["w_qkv"])
         q, k, v = checkpoint_name(q, "queries"), checkpoint_name(k, "keys"), checkpoint_name(v, "values")
         weights = _softmax(jnp.einsum("bsnh,btnh->bnst", q, k) * q.shape[-1] ** -0.5)
-        weights = checkpoint_name(self._dropout(weights, on_weights), "dropped")
+        weights = checkpoint_name(self._dropout(weights, on_weights, "weights_mask"), "dropped")
         y = checkpoint_name(jnp.einsum("bnst,btnh->bsnh", weights, v), "attention_out")
         y = self.boundary.leave(jnp.einsum("bsnh,nhd->bsd", y, params["w_out"]))
-        x = checkpoint_name(x + self._dropout(y, after_attention), "norm_in")
+        x = checkpoint_name(x + self._dropout(y, after_attention, "stream_mask"), "norm_in")
         y = self.boundary.enter(checkpoint_name(_norm(x, params["norm_2"]), "product_in"))
         hidden = checkpoint_name(jnp.einsum("bsd,df->bsf", y, params["w_in"]), "gelu_in")
         hidden = checkpoint_name(jax.nn.gelu(hidden, approximate=True), "gelu_out")
         y = self.boundary.leave(jnp.einsum("bsf,fd->bsd", hidden, params["w_down"]))
-        return x + self._dropout(y, after_mlp)
+        return x + self._dropout(y, after_mlp, "stream_mask")
 
     def _of_stream(self, key: jax.Array) -> jax.Array:
         """A key for each part of the residual stream."""
@@ -87,14 +89,15 @@ class MegatronLayer:
             key = jax.random.fold_in(key, lax.axis_index(axis))
         return key
 
-    def _dropout(self, x: jax.Array, key: jax.Array) -> jax.Array:
+    def _dropout(self, x: jax.Array, key: jax.Array, name: str) -> jax.Array:
         rate = self.config.model.dropout
-        mask = checkpoint_name(jax.random.bernoulli(key, 1 - rate, x.shape), "mask")
+        mask = checkpoint_name(jax.random.bernoulli(key, 1 - rate, x.shape), name)
         return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype)
 
     def gradients(self, params: Params, x: jax.Array) -> tuple[Params, jax.Array]:
         """Inside shard_map: of the sum of squares of what the layers make of x [b, s_stream, d]."""
-        policy = checkpoint_policies.save_only_these_names(*KEPT)
+        squares = () if self.config.parallel.remat == "selective" else SQUARES
+        policy = checkpoint_policies.save_only_these_names(*KEPT, *squares)
         layer = jax.checkpoint(self.layer, policy=policy, prevent_cse=False)
 
         def loss(params: Params, x: jax.Array) -> jax.Array:
@@ -136,11 +139,11 @@ def _softmax(scores: jax.Array) -> jax.Array:
     """Causal, over the last dim of [b, n, s, s]. Its result waits for the backward pass, where autodiff's is float32."""
     seen = jnp.tril(jnp.ones(scores.shape[2:], bool))[None, None]
     wide = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
-    return checkpoint_name(jax.nn.softmax(wide, axis=-1).astype(scores.dtype), "softmax")
+    return jax.nn.softmax(wide, axis=-1).astype(scores.dtype)
 
 
 def _softmax_fwd(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    weights = _softmax(scores)
+    weights = checkpoint_name(_softmax(scores), "softmax")
     return weights, weights
 
 
