@@ -63,7 +63,7 @@ class SequenceMemoryOptions(Options):
 
 
 DEFAULTS = SequenceMemoryOptions(mesh=MeshConfig(tp=8))
-QUICK = replace(DEFAULTS, compiled=(8,), others=())
+QUICK = replace(DEFAULTS, models=("gpt3-7b", "llama3-8b"), compiled=(8,), others=())
 
 
 def check(options: SequenceMemoryOptions, folder: Path) -> None:
@@ -167,8 +167,10 @@ def _megatron_table(rows: list[Megatron]) -> Table:
 
 
 def _table(rows: list[Row]) -> Table:
-    heads = ("textbook", "less named terms", "program", "XLA", "MB")
-    table = Table("model", "tp", "sp", *heads, title="A layer's activations on one device: bytes per element of s b h")
+    table = Table(title="A layer's activations on one device: bytes per element of s b h")
+    table.add_column("model", no_wrap=True)
+    for head in ("tp", "sp", "textbook", "less named", "program", "XLA", "MB"):
+        table.add_column(head, justify="right")
     for row in rows:
         numbers = (row.textbook, row.here, row.traced, row.compiled)
         cells = ("-" if x is None else f"{x / row.case.elements:.3f}" for x in numbers)
