@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +134,7 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _softmax(scores: jax.Array) -> jax.Array:
-    """Causal, over the last dim of [b, n, s, s]. Its result waits for the backward pass, where autodiff's is float32."""
+    """Causal, over the last dim of [b, n, s, s]. Keeps its result, where autodiff would keep it in float32."""
     seen = jnp.tril(jnp.ones(scores.shape[2:], bool))[None, None]
     wide = jnp.where(seen, scores.astype(jnp.float32), -jnp.inf)
     return jax.nn.softmax(wide, axis=-1).astype(scores.dtype)

@@ -1,4 +1,4 @@
-"""A layer's activations by tensor-parallel size: by the textbook, by formula, by the program's types, by the compiler."""
+"""A layer's activations by tensor-parallel size: by textbook, formula, program and compiler."""
 
 from __future__ import annotations
 
@@ -61,6 +61,12 @@ class Case:
         return config
 
     @property
+    def selective(self) -> RunConfig:
+        """With attention recomputed."""
+        config = self.config
+        return replace(config, parallel=replace(config.parallel, remat="selective"))
+
+    @property
     def elements(self) -> int:
         """s b h."""
         return self.config.train.seq_len * self.config.model.d_model
@@ -101,7 +107,7 @@ class Row:
     @property
     def textbook(self) -> float:
         """The paper's formula for such attention: flash keeps no [s, s], as if it were recomputed."""
-        return layer_bytes(self.case.config if self.case.config.model.attention == "plain" else _selective(self.case))
+        return layer_bytes(self.case.config if self.case.config.model.attention == "plain" else self.case.selective)
 
     def metrics(self) -> dict[str, Any]:
         """In units of s b h."""
@@ -121,25 +127,20 @@ class Megatron:
     @classmethod
     def of(cls, case: Case, gpu: str, depths: tuple[int, int], *, selective: bool) -> Megatron:
         """Compile it; the case is one of plain attention with dropout."""
-        layer = MegatronLayer(_selective(case) if selective else case.config)
+        layer = MegatronLayer(case.selective if selective else case.config)
         low, high = (layer.memory(gpu, n).temporaries for n in depths)
         return cls(case, selective, (high - low) / (depths[1] - depths[0]))
 
     @property
     def textbook(self) -> float:
         """s b h (10 + 24 / t + 5 a s / (h t)), with sequence parallelism all over t; selective: without the square."""
-        return layer_bytes(_selective(self.case) if self.selective else self.case.config)
+        return layer_bytes(self.case.selective if self.selective else self.case.config)
 
     @property
     def name(self) -> str:
         """For checks."""
         where = f"tp {self.case.tp}{' + sp' if self.case.sequence else ''}"
         return f"Megatron's layer, {where}{', attention recomputed' if self.selective else ''}"
-
-
-def _selective(case: Case) -> RunConfig:
-    config = case.config
-    return replace(config, parallel=replace(config.parallel, remat="selective"))
 
 
 def _growth(config: RunConfig, gpu: str, depths: tuple[int, int]) -> float:

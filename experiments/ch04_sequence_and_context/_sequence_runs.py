@@ -29,9 +29,7 @@ LAYOUTS = {"tp": (False, False), "tp + sp": (True, False), "tp + sp, overlapped"
 
 ROWS, LENGTH, RATE, STEPS = 4, 32, 0.1, 3
 
-MODEL = replace(
-    PRESETS["gpt2-tiny"], layers=2, d_model=64, heads=8, d_ff=128, vocab=96, context=LENGTH, dropout=0.1
-)
+MODEL = replace(PRESETS["gpt2-tiny"], layers=2, d_model=64, heads=8, d_ff=128, vocab=96, context=LENGTH, dropout=0.1)
 """Llama has it with 2 heads of keys and values: on tp 4 and 8 devices share them."""
 
 

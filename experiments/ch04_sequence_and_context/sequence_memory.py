@@ -55,15 +55,17 @@ class SequenceMemoryOptions(Options):
     models: tuple[Name, ...] = NAMES
     """Models whose layers are traced at every tp that the mesh has devices for."""
     compiled: tuple[int, ...] = (1, 2, 4, 8)
-    """Sizes of tp for which the first model, and Megatron's layer, are compiled."""
+    """Sizes of tp, of those that are traced, for which the first model and Megatron's layer are compiled."""
     others: tuple[Name, ...] = ("llama3-8b",)
     """Models that are compiled for the largest of those sizes only."""
+    squares: bool = True
+    """Compile Megatron's layer also with attention's weights kept, for the largest size."""
     depths: tuple[int, int] = (24, 48)
     """Layers of the two models that are compiled; deep enough that memory peaks at the same moment in both."""
 
 
 DEFAULTS = SequenceMemoryOptions(mesh=MeshConfig(tp=8))
-QUICK = replace(DEFAULTS, models=("gpt3-7b", "llama3-8b"), compiled=(8,), others=())
+QUICK = replace(DEFAULTS, models=("gpt3-7b", "llama3-8b"), compiled=(8,), others=(), squares=False)
 
 
 def check(options: SequenceMemoryOptions, folder: Path) -> None:
@@ -75,10 +77,9 @@ def check(options: SequenceMemoryOptions, folder: Path) -> None:
     low, high = options.depths
     if not 1 <= low < high:
         raise ConfigError(f"depths={low} {high} are no two numbers of layers; give a smaller one and a larger one")
-    for t in options.compiled:
-        if t not in sizes(options):
-            have = " ".join(map(str, sizes(options)))
-            raise ConfigError(f"compiled={t} is not among the sizes of tp on {options.mesh.size} devices, {have}")
+    if not set(options.compiled) & set(sizes(options)):
+        have = " ".join(map(str, sizes(options)))
+        raise ConfigError(f"compiled={options.compiled[0]} is no size of tp that is traced; give some of {have}")
     for name in options.others:
         if name not in options.models:
             raise ConfigError(f"others={name} is not among the models; add it to --models")
@@ -87,6 +88,11 @@ def check(options: SequenceMemoryOptions, folder: Path) -> None:
 def sizes(options: SequenceMemoryOptions) -> list[int]:
     """Powers of two up to 8, as far as there are devices. The mesh only says how many there are."""
     return [t for t in (1, 2, 4, 8) if t <= options.mesh.size]
+
+
+def compiled_sizes(options: SequenceMemoryOptions) -> list[int]:
+    """Those that are compiled."""
+    return [t for t in sizes(options) if t in options.compiled]
 
 
 def cases(model: Name, sizes: Sequence[int]) -> list[Case]:
@@ -99,8 +105,9 @@ def run(options: SequenceMemoryOptions, folder: Path, console: Console) -> Outco
     shown = {"console": console, "disable": not console.is_terminal}
     every = [case for model in options.models for case in cases(model, sizes(options))]
     rows = [_row(case, options) for case in track(every, description="layers", **shown)]
-    book = [(case, True) for case in cases(TEXTBOOK, options.compiled)]
-    book += [(case, False) for case in cases(TEXTBOOK, [max(options.compiled)])] if not options.quick else []
+    book = [(case, True) for case in cases(TEXTBOOK, compiled_sizes(options))]
+    if options.squares:
+        book += [(case, False) for case in cases(TEXTBOOK, [max(compiled_sizes(options))])]
     megatron = [
         Megatron.of(case, options.gpu, options.depths, selective=selective)
         for case, selective in track(book, description="textbook's layer", **shown)
@@ -119,8 +126,8 @@ def run(options: SequenceMemoryOptions, folder: Path, console: Console) -> Outco
 
 
 def _row(case: Case, options: SequenceMemoryOptions) -> Row:
-    first = case.model == options.models[0] and case.tp in options.compiled
-    other = case.model in options.others and case.tp == max(options.compiled)
+    first = case.model == options.models[0] and case.tp in compiled_sizes(options)
+    other = case.model in options.others and case.tp == max(compiled_sizes(options))
     return Row.of(case, options.gpu, options.depths if first or other else None)
 
 
@@ -159,7 +166,8 @@ def _terms_table(row: Row) -> Table:
 
 
 def _megatron_table(rows: list[Megatron]) -> Table:
-    table = Table("layer", "textbook", "XLA", "difference, %", title="Megatron's layer, gpt3-7b: bytes per element of s b h")
+    title = "Megatron's layer, gpt3-7b: bytes per element of s b h"
+    table = Table("layer", "textbook", "XLA", "difference, %", title=title)
     for m in rows:
         numbers = (m.textbook / m.case.elements, m.compiled / m.case.elements, 100 * (m.compiled / m.textbook - 1))
         table.add_row(m.name.partition(", ")[2], *(f"{x:.3f}" for x in numbers))
