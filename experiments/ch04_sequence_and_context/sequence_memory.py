@@ -5,7 +5,7 @@ residual stream whole on every device, and sequence parallelism splits those too
 textbook counts has its bytes by the GPU compiler, within 5 %, and this library's layers have theirs.
 
     python run_experiment.py sequence_memory            about 5 minutes on 2 CPU cores; no GPU needed
-    python run_experiment.py sequence_memory --quick    under a minute: tp 8 alone is compiled
+    python run_experiment.py sequence_memory --quick    under a minute: tp 8 with sp alone is compiled
 
 The textbook is Korthikanti et al., arXiv:2205.05198, equations 2 to 4: s b h (34 + 5 a s / h) bytes on one device,
 s b h (10 + 24 / t + 5 a s / (h t)) on t, s b h / t (34 + 5 a s / h) with sequence parallelism. Without the term in s^2
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 from rich.console import Console
 from rich.progress import track
@@ -35,8 +36,10 @@ from jax5d.config import ConfigError, MeshConfig
 from jax5d.costs.gpus import gpu as find_gpu
 from jax5d.measure.aot import check_compiler
 
+Layout = Literal["tp", "tp + sp"]
+
 CAPSULES = [24]
-CLAIM = "Of a layer tensor parallelism keeps 10 + 24/t bytes an element, with sequence parallelism 34/t; within 5 %"
+CLAIM = "Of a layer tensor parallelism keeps 10 + 24/t bytes an element, with sequence parallelism 34/t, within 5 %"
 NEEDS = "8 fake CPU devices, JAX's CUDA plugin but no GPU, and 5 minutes on 2 cores"
 
 LIMIT = 0.05
@@ -56,6 +59,8 @@ class SequenceMemoryOptions(Options):
     """Models whose layers are traced at every tp that the mesh has devices for."""
     compiled: tuple[int, ...] = (1, 2, 4, 8)
     """Sizes of tp, of those that are traced, for which the first model and Megatron's layer are compiled."""
+    layouts: tuple[Layout, ...] = get_args(Layout)
+    """Layouts that are compiled, where tp is above 1."""
     others: tuple[Name, ...] = ("llama3-8b",)
     """Models that are compiled for the largest of those sizes only."""
     squares: bool = True
@@ -65,15 +70,16 @@ class SequenceMemoryOptions(Options):
 
 
 DEFAULTS = SequenceMemoryOptions(mesh=MeshConfig(tp=8))
-QUICK = replace(DEFAULTS, models=("gpt3-7b", "llama3-8b"), compiled=(8,), others=(), squares=False)
+QUICK = replace(DEFAULTS, models=("gpt3-7b",), compiled=(8,), layouts=("tp + sp",), others=(), squares=False)
 
 
 def check(options: SequenceMemoryOptions, folder: Path) -> None:
     """Refuse what cannot be traced or compiled, before anything is."""
     find_gpu(options.gpu)
     check_compiler(options.gpu)
-    if not options.models or not options.compiled:
-        raise ConfigError("models and compiled need a value each; write --models gpt3-7b --compiled 8")
+    for name in ("models", "compiled", "layouts"):
+        if not getattr(options, name):
+            raise ConfigError(f"{name} has no value; give one or more, as the default {getattr(DEFAULTS, name)[0]}")
     low, high = options.depths
     if not 1 <= low < high:
         raise ConfigError(f"depths={low} {high} are no two numbers of layers; give a smaller one and a larger one")
@@ -95,6 +101,12 @@ def compiled_sizes(options: SequenceMemoryOptions) -> list[int]:
     return [t for t in sizes(options) if t in options.compiled]
 
 
+def is_compiled(case: Case, options: SequenceMemoryOptions) -> bool:
+    """Whether its size and layout are asked for; one device is both layouts."""
+    layout = "tp + sp" if case.sequence else "tp"
+    return case.tp in compiled_sizes(options) and (case.tp == 1 or layout in options.layouts)
+
+
 def cases(model: Name, sizes: Sequence[int]) -> list[Case]:
     """With and without sequence parallelism; one device has nothing to split."""
     return [Case(model, t, sequence) for sequence in (False, True) for t in sizes if t > 1 or not sequence]
@@ -105,9 +117,10 @@ def run(options: SequenceMemoryOptions, folder: Path, console: Console) -> Outco
     shown = {"console": console, "disable": not console.is_terminal}
     every = [case for model in options.models for case in cases(model, sizes(options))]
     rows = [_row(case, options) for case in track(every, description="layers", **shown)]
-    book = [(case, True) for case in cases(TEXTBOOK, compiled_sizes(options))]
+    book = [(case, True) for case in cases(TEXTBOOK, compiled_sizes(options)) if is_compiled(case, options)]
     if options.squares:
-        book += [(case, False) for case in cases(TEXTBOOK, [max(compiled_sizes(options))])]
+        largest = cases(TEXTBOOK, [max(compiled_sizes(options))])
+        book += [(case, False) for case in largest if is_compiled(case, options)]
     megatron = [
         Megatron.of(case, options.gpu, options.depths, selective=selective)
         for case, selective in track(book, description="textbook's layer", **shown)
@@ -126,8 +139,8 @@ def run(options: SequenceMemoryOptions, folder: Path, console: Console) -> Outco
 
 
 def _row(case: Case, options: SequenceMemoryOptions) -> Row:
-    first = case.model == options.models[0] and case.tp in compiled_sizes(options)
-    other = case.model in options.others and case.tp == max(compiled_sizes(options))
+    first = case.model == options.models[0] and is_compiled(case, options)
+    other = case.model in options.others and case.tp == max(compiled_sizes(options)) and is_compiled(case, options)
     return Row.of(case, options.gpu, options.depths if first or other else None)
 
 
