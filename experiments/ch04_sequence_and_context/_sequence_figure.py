@@ -29,7 +29,7 @@ def figure(left: Mapping[str, Sequence[LeftOut]], runs: Sequence[Run], costs: Se
     sent.set(ylabel="bytes sent over K, the whole stream's", title="A layer on the wire, forward and backward")
     _by_size(kept, mine, [cost.kept / stream for cost in mine])
     kept.set(ylabel="bytes kept over K", title="A layer's activations")
-    figure.suptitle("Sequence parallelism on fake devices: tiny GPT-2 and Llama with dropout (right: GPT-2)")
+    figure.suptitle("Sequence parallelism on fake devices: tiny GPT-2 and Llama with dropout (middle and right: GPT-2)")
     return figure
 
 
