@@ -3,11 +3,12 @@
 Only what the backward pass reads is kept. A norm keeps its input alone, so does a product with a weight, GELU keeps
 what it is applied to and SwiGLU its two factors; sums, biases, rotations and casts are linear and keep nothing; a mask
 of dropout is drawn again. That makes 8 arrays of [tokens, d] and one (Llama: two) of [tokens, d_ff]: 12 of [tokens, d]
-in GPT-2. Korthikanti et al., arXiv:2205.05198, section 4.1, count 17 at 16 bits, 34 bytes: GELU's result (4) and the
-masks (1) too, which we compute again. On the other hand they gather again what sequence parallelism split, and we keep
-it gathered.
+in GPT-2, and less with fewer heads of keys and values. Korthikanti et al., arXiv:2205.05198, section 4.1, count 17 at
+16 bits, 34 bytes: GELU's result (4) and the masks (1) too, which we compute again. What sequence parallelism splits is
+kept split and gathered again, as theirs is (section 4.2.2).
 
-Letters: b rows and s tokens of a microbatch on one device, d d_model, f d_ff, a heads, t size of tp.
+Letters: b rows and s tokens of a microbatch on one device, d d_model, f d_ff, a heads, m heads of keys and values, t
+size of tp.
 """
 
 from __future__ import annotations
@@ -69,8 +70,14 @@ class Activations:
 
     @property
     def heads(self) -> int:
-        """One of q, k, v or attention's output [b, s, a / t, d / a]."""
+        """Queries or attention's output [b, s, a / t, d / a]."""
         return self.whole // self.config.mesh.tp
+
+    @property
+    def keys(self) -> int:
+        """Keys or values [b, s, m / t, d / a], of one head at least."""
+        m = self.config.model
+        return self.tokens * max(m.groups // self.config.mesh.tp, 1) * m.head_dim * self.width
 
     @property
     def hidden(self) -> int:
@@ -100,11 +107,10 @@ class Activations:
         """What one layer keeps of one microbatch."""
         parallel = self.config.parallel
         if parallel.remat == "full":
-            kept = {"attention_sum": self.stream, "qkv": 3 * self.heads, "mlp_in": self.hidden}
+            kept = {"attention_sum": self.stream, "qkv": self.heads + 2 * self.keys, "mlp_in": self.hidden}
             return self.stream + sum(kept[name] for name in parallel.save)
-        norms = 2 * self.stream  # inputs of the two norms
-        entered = 2 * self.whole  # inputs of the first products: under sequence parallelism gathered, not sent twice
-        return norms + entered + 4 * self.heads + self.attention + self.hidden
+        stream = 4 * self.stream  # inputs of the two norms, and of the two column-parallel layers behind them
+        return stream + 2 * (self.heads + self.keys) + self.attention + self.hidden
 
     @property
     def attention(self) -> int:

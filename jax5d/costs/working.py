@@ -46,7 +46,7 @@ class Working:
         """
         a = self._kept
         hidden = (a.products + 1) * a.hidden // a.products
-        attention = 7 * a.heads + 7 * a.whole + 2 * a.stream + self._scores
+        attention = 3 * a.heads + 4 * a.keys + 7 * a.whole + 2 * a.stream + self._scores
         norm = 4 * a.stream // a.width * FLOAT32 + 4 * a.whole
         moment = hidden + max(attention, norm) + self._layer * FLOAT32 + self._beside + self._tables
         return moment + self._outer + self._coming
@@ -208,7 +208,7 @@ class Working:
             return 0
         piece = next(a.length // n for n in range(1, a.length + 1) if a.length % n == 0 and a.length // n <= PIECE)
         scores = 2 * queries * piece * (FLOAT32 + (a.width if a.width < FLOAT32 else 0))
-        ring = 8 * a.heads // a.width * FLOAT32 + 4 * a.heads
+        ring = 2 * (a.heads + 3 * a.keys) // a.width * FLOAT32 + 4 * a.keys
         return scores + (ring if mesh.cp > 1 else 0)
 
     @property
@@ -234,14 +234,11 @@ class Working:
     @property
     def _gathered(self) -> int:
         """Of a layer and microbatch: XLA keeps some arrays as they were made and transposes them, all layers and slots
-        at once, for what reads them. The two that sequence parallelism gathers lie sequence-major; for one row that is
-        batch-major too, and it is the product of GPT-2's MLP that is transposed."""
-        a, parallel = self._kept, self.config.parallel
-        if parallel.remat == "full":
+        at once, for what reads them. For one row that is the product of GPT-2's MLP."""
+        a = self._kept
+        if self.config.parallel.remat == "full" or a.rows > 1:
             return 0
-        if a.rows == 1:
-            return a.hidden if a.products == 1 else 0
-        return 2 * a.whole if parallel.sequence and self.config.mesh.tp > 1 else 0
+        return a.hidden if a.products == 1 else 0
 
     @property
     def _heads(self) -> int:
@@ -249,7 +246,7 @@ class Working:
         a = self._kept
         if self.config.parallel.remat == "full" or not self._own_attention:
             return 0
-        return a.heads if a.rows == 1 else 3 * a.heads
+        return a.heads if a.rows == 1 else a.heads + 2 * a.keys
 
     @property
     def _loop(self) -> bool:
