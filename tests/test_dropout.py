@@ -108,7 +108,7 @@ def test_attention_weights_have_masks_of_their_own() -> None:
     params = jax.tree.map(np.array, weights(run.model))
     outer, blocks = params["outer"], params["blocks"]
     outer["wte"][:], outer["wpe"][:] = 0, 0
-    for weight in (blocks["mlp"]["w_out"], *(blocks["attention"][name] for name in ("w_q", "w_kv", "w_out"))):
+    for weight in (blocks["mlp"]["w_out"], *(blocks["attention"][w] for w in ("w_q", "w_kv", "w_out"))):
         weight[:] = 0
     blocks["attention"]["b_kv"][:, 1] = 1
     for layer in range(4):

@@ -100,6 +100,8 @@ STEPS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"tp": 2, "dp": 2}, {"remat": "full", "save": ("qkv", "mlp_in"), "reduction": "bucket", "bucket_mb": 0.05}),
     ({"tp": 2}, {"microbatches": 2}),
     ({"tp": 4}, {"sequence": True, "remat": "full", "dtype": "bfloat16"}),
+    ({"tp": 4, "dp": 2}, {"sequence": True, "overlap": True, "kv_heads": 2, "seq_len": 12}),
+    ({"tp": 4, "pp": 2}, {"sequence": True, "overlap": True, "remat": "full", "save": (), "kv_heads": 1}),
     ({"pp": 4}, {"microbatches": 2, "schedule": "afab"}),
     ({"pp": 2, "tp": 2}, {"microbatches": 4, "loss_chunks": 3, "vocab": 97, "dtype": "bfloat16"}),
     ({"dp": 2, "ep": 2, "tp": 2}, {"sequence": True, "dropout": 0.1}),
@@ -119,6 +121,8 @@ def test_step_equals_theory(mesh: dict[str, int], options: dict[str, Any], moe: 
 LLAMA: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"cp": 2, "tp": 2}, {"remat": "full", "tied": False, "dtype": "float16"}),
     ({"pp": 2, "tp": 2}, {"sequence": True, "microbatches": 4, "vocab": 97, "tied": False}),
+    ({"cp": 2, "tp": 4}, {"sequence": True, "overlap": True, "kv_heads": 2, "remat": "selective"}),
+    ({"cp": 2, "tp": 2, "dp": 2}, {"kv_heads": 1, "reduction": "bucket", "bucket_mb": 0.05}),
     (FIVE, {"sequence": True, "remat": "full", "dropout": 0.1}),
 ]
 
@@ -150,6 +154,7 @@ ZERO: dict[str, tuple[tuple[int, ...], dict[str, int], dict[str, Any]]] = {
     "one layer a stage": ((3,), {"pp": 4, "dp": 2}, {"microbatches": 2}),
     "kept": ((3,), CUBE, {"regather": False, "microbatches": 2}),
     "llama": ((3,), {"dp": 2}, {"architecture": "llama", "remat": "selective", "dropout": 0.1, "tied": False}),
+    "shared heads": (EACH, {"dp": 2, "tp": 4}, {"kv_heads": 2, "sequence": True, "overlap": True, "remat": "full"}),
 }
 
 
@@ -190,13 +195,13 @@ def test_step_with_capacity_equals_theory() -> None:
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(
     ("options", "sums"),
-    [({}, 4 + 4 * 12), ({"reduction": "leaf"}, 16), ({"reduction": "bucket", "bucket_mb": 0.05}, 5 + 1 + 1)],
+    [({}, 4 + 4 * 14), ({"reduction": "leaf"}, 18), ({"reduction": "bucket", "bucket_mb": 0.05}, 5 + 1 + 1)],
     ids=["overlap", "leaf", "bucket"],
 )
 def test_one_reduction_a_step(options: dict[str, Any], sums: int, microbatches: int) -> None:
     """dp 2: 54976 floats are summed once, whatever M; 2 x 1/2 of their bytes on the wire.
 
-    16 leaves, 12 of them in each of 4 layers. 53120 floats are of leaves split over pp and tp, in 5 buckets of at most
+    18 leaves, 14 of them in each of 4 layers. 53120 floats are of leaves split over pp and tp, in 5 buckets of at most
     12500; 768 of leaves split over pp; positions and the final norm, 1088, are summed over pp too. Beside them loss and
     token count, and two squares for each of these three sets for the gradients' noise.
     """

@@ -115,7 +115,9 @@ def check_model(model: ModelConfig) -> None:
     at_least(0, model__capacity_factor=model.capacity_factor, model__z_coef=model.z_coef)
     divides("model.heads", model.heads, "model.d_model", model.d_model, "change one of them")
     at_least(0, model__kv_heads=model.kv_heads)
-    divides("model.kv_heads", model.groups, "model.heads", model.heads, "use a number of kv heads that divides the heads")
+    divides(
+        "model.kv_heads", model.groups, "model.heads", model.heads, "use a number of kv heads that divides the heads"
+    )
     if model.architecture == "llama":
         _check_llama(model)
     if not 0 <= model.dropout < 1:

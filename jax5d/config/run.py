@@ -52,7 +52,7 @@ class ParallelConfig:
     sequence: bool = False
     """Sequence parallelism: between the tensor-parallel regions the sequence is split over tp."""
     overlap: bool = False
-    """With sequence: send a tensor-parallel region's tokens piece by piece, while pieces that are there are multiplied."""
+    """With sequence: send a tensor-parallel region's tokens piece by piece, under the products of other pieces."""
     schedule: Literal["afab", "1f1b"] = "1f1b"
     """Pipeline schedule: all forwards then all backwards, or one forward one backward."""
     microbatches: int = 1

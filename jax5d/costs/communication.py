@@ -85,11 +85,8 @@ class StepTraffic:
         yield from self._pieces(count) if self.config.parallel.overlap else self._sum(self._features, count)
 
     def _pieces(self, count: int) -> Iterator[Collective]:
-        """t - 1 hops of the stream's tokens, half of them either way; a single token is not halved."""
-        tokens, hops = self.config.train.seq_len // self.config.mesh.cp // self.config.mesh.tp, self.config.mesh.tp - 1
-        rows = self.stream_tokens // tokens
-        for half in (tokens - tokens // 2, tokens // 2):
-            yield from self._of("ppermute", ("tp",), rows * half * self._features, count * hops if half else 0)
+        """t - 1 hops of the stream's tokens on one device."""
+        yield from self._of("ppermute", ("tp",), self.stream_tokens * self._features, count * (self.config.mesh.tp - 1))
 
     @property
     def _features(self) -> int:

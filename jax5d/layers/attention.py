@@ -101,8 +101,8 @@ def recomputed(attend: Attend) -> Attend:
 class Attention(nnx.Module):
     """Heads of attention without biases or positions, which `BiasedAttention` and `RotaryAttention` add.
 
-    Queries are projected by [d, n, h], keys and values by [d, 2, m, h], so that a cut over tp takes whole heads of each.
-    With fewer key and value heads than tp devices every one holds them all (`own_heads`).
+    Queries are projected by [d, n, h], keys and values by [d, 2, m, h], so that a cut over tp takes whole heads of
+    each. With fewer key and value heads than tp devices every one holds them all (`own_heads`).
     """
 
     def __init__(self, config: ModelConfig, *, out_std: float, boundary: Boundary, attend: Attend, rngs: nnx.Rngs):

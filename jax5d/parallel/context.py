@@ -4,7 +4,7 @@ Each device keeps its queries and meets every block of keys and values once, mer
 softmax in float32. The backward pass sends the blocks round again, and with them the gradient of each block, which
 ends at its owner. Liu et al., Ring Attention, arXiv:2310.01889; the backward pass is FlashAttention's, 2205.14135.
 
-Shapes: b batch, s local queries, t local keys of one piece, n local heads, m local heads of keys and values, h head dim.
+Shapes: b batch, s local queries, t local keys of one piece, n local heads, m of them of keys and values, h head dim.
 Blocks are contiguous: device r of cp holds the global positions r s .. (r+1) s - 1. A ring of one is plain blockwise
 attention.
 """

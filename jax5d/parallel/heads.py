@@ -29,7 +29,7 @@ def weighted_values(weights: jax.Array, v: jax.Array, dtype: Any = None) -> jax.
 
 
 def weighted_queries(weights: jax.Array, q: jax.Array, heads: int, dtype: Any = None) -> jax.Array:
-    """Sums over queries and over the heads of a group: weights [b, n, s, t], [b, s, n, h] -> [b, t, m, h], m `heads`."""
+    """Sums over queries and a group's heads: weights [b, n, s, t], [b, s, n, h] -> [b, t, m, h], m is `heads`."""
     weights = rearrange(weights, "b (m g) s t -> b m g s t", m=heads)
     return jnp.einsum("bmgst,bsmgh->btmh", weights, _by_group(q, heads), preferred_element_type=dtype)
 

@@ -44,7 +44,8 @@ def gradient_noise(
         squared: for each leaf, the sum of squares of this device's gradients, of one microbatch after another, before
             the reduction: float32 []. They are parts of the mean gradient of the global batch.
         reduced: the gradients after it, laid out by `stored`.
-        specs: of the parameters; `summed` has the axes over which their gradients are summed, and `stored` may name further axes, over which gradients lie in pieces.
+        specs: of the parameters; `stored` may name further axes, over which gradients lie in pieces.
+        summed: for each parameter the axes over which its gradient is summed.
         batch: sequences B of the global batch.
         pieces: microbatches M of a replica.
 

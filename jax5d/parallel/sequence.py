@@ -41,7 +41,7 @@ class SequenceBoundary:
 
         return (jax.checkpoint(gathered, prevent_cse=False) if self.regather else gathered)(x, weights)
 
-    def rows(self, product: Product, x: jax.Array, weights: Tree) -> jax.Array:
+    def rows(self, product: Product, x: Tree, weights: Tree) -> jax.Array:
         """Bytes: those of `leave`."""
         return self.leave(product(x, weights))
 

@@ -25,15 +25,17 @@ VOCAB_AXES = ("pp", "tp")
 
 
 Tree = Any
-Product = Callable[[jax.Array, Tree], Tree]
-"""(x [b, s, ...], weights) -> arrays [b, s, ...]: what a linear layer makes of each token by itself."""
+Product = Callable[[Any, Tree], Tree]
+"""(arrays [b, s, ...], weights) -> arrays [b, s, ...]: what a linear layer makes of each token by itself."""
 
 
 class Boundary(Protocol):
     """How activations pass between the residual stream and a tensor-parallel region."""
 
-    axes: tuple[str, ...]
-    """Mesh axes beyond dp, ep, cp over which the residual stream's tokens are split."""
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes beyond dp, ep, cp over which the residual stream's tokens are split."""
+        ...
 
     def enter(self, x: jax.Array) -> jax.Array:
         """Residual stream [b, s_stream, ...] to the region's input [b, s, ...], varying over tp."""
@@ -47,7 +49,7 @@ class Boundary(Protocol):
         """A column-parallel layer: product(enter(x), weights), arrays [b, s, ...]. `product` is affine in x."""
         ...
 
-    def rows(self, product: Product, x: jax.Array, weights: Tree) -> jax.Array:
+    def rows(self, product: Product, x: Tree, weights: Tree) -> jax.Array:
         """A row-parallel layer: leave(product(x, weights)), [b, s_stream, d]. A bias is for the caller to add."""
         ...
 
@@ -75,7 +77,7 @@ class TensorBoundary:
         """Bytes: those of `enter`."""
         return product(self.enter(x), weights)
 
-    def rows(self, product: Product, x: jax.Array, weights: Tree) -> jax.Array:
+    def rows(self, product: Product, x: Tree, weights: Tree) -> jax.Array:
         """Bytes: those of `leave`."""
         return self.leave(product(x, weights))
 
@@ -87,9 +89,9 @@ class TensorBoundary:
 def own_heads(weight: jax.Array, heads: int) -> jax.Array:
     """The key and value heads that this device's query heads attend to: [..., own, h] of a weight [..., stored, h].
 
-    Grouped-query attention (Ainslie et al., arXiv:2305.13245) has `heads` of them. Where tp divides those, the weight is
-    split and all that is stored is this device's own; where tp is a multiple of them, every device stores all and uses
-    one, which t / heads devices share. Bytes: 0, and the gradients of what is stored whole are parts of a sum over tp.
+    Grouped-query attention (Ainslie et al., arXiv:2305.13245) has `heads` of them. Where tp divides those, the weight
+    is split and all that is stored is this device's own; where tp is a multiple of them, every device stores all and
+    uses one, which t / heads devices share. Bytes: 0; gradients of what is stored whole are parts of a sum over tp.
     """
     t = lax.axis_size("tp")
     own = max(heads // t, 1)
