@@ -242,11 +242,13 @@ class Working:
 
     @property
     def _heads(self) -> int:
-        """The same of our own attention: q, k and v, of one row q alone. Without a loop they take their own place."""
+        """The same of our own attention: q, k and v; of one row, and where tokens were gathered, q alone. Without a
+        loop they take their own place."""
         a = self._kept
         if self.config.parallel.remat == "full" or not self._own_attention:
             return 0
-        return a.heads if a.rows == 1 else a.heads + 2 * a.keys
+        gathered = self.config.parallel.sequence and self.config.mesh.tp > 1
+        return a.heads if a.rows == 1 or gathered else a.heads + 2 * a.keys
 
     @property
     def _loop(self) -> bool:

@@ -12,27 +12,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
+from einops import rearrange, repeat
 
 
 def products(q: jax.Array, k: jax.Array, dtype: Any) -> jax.Array:
     """Each query times each key of its head: [b, s, n, h], [b, t, m, h] -> `dtype` [b, n, s, t]."""
-    grouped = jnp.einsum("bsmgh,btmh->bmgst", _by_group(q, k.shape[2]), k, preferred_element_type=dtype)
-    return rearrange(grouped, "b m g s t -> b (m g) s t")
+    return jnp.einsum("bsnh,btnh->bnst", q, _for_queries(k, q.shape[2]), preferred_element_type=dtype)
 
 
 def weighted_values(weights: jax.Array, v: jax.Array, dtype: Any = None) -> jax.Array:
     """Sums over keys: weights [b, n, s, t], [b, t, m, h] -> `dtype` (default: v's) [b, s, n, h]."""
-    weights = rearrange(weights, "b (m g) s t -> b m g s t", m=v.shape[2])
-    summed = jnp.einsum("bmgst,btmh->bsmgh", weights, v, preferred_element_type=dtype)
-    return rearrange(summed, "b s m g h -> b s (m g) h")
+    return jnp.einsum("bnst,btnh->bsnh", weights, _for_queries(v, weights.shape[1]), preferred_element_type=dtype)
 
 
 def weighted_queries(weights: jax.Array, q: jax.Array, heads: int, dtype: Any = None) -> jax.Array:
-    """Sums over queries and a group's heads: weights [b, n, s, t], [b, s, n, h] -> [b, t, m, h], m is `heads`."""
-    weights = rearrange(weights, "b (m g) s t -> b m g s t", m=heads)
-    return jnp.einsum("bmgst,bsmgh->btmh", weights, _by_group(q, heads), preferred_element_type=dtype)
+    """Sums over queries and a group's heads: weights [b, n, s, t], [b, s, n, h] -> `dtype` (default: q's) [b, t, m, h].
+
+    m is `heads`.
+    """
+    summed = jnp.einsum("bnst,bsnh->btnh", weights, q, preferred_element_type=dtype)
+    return jnp.sum(rearrange(summed, "b t (m g) h -> b t m g h", m=heads), axis=3)
 
 
-def _by_group(q: jax.Array, heads: int) -> jax.Array:
-    return rearrange(q, "b s (m g) h -> b s m g h", m=heads)
+def _for_queries(x: jax.Array, heads: int) -> jax.Array:
+    """Keys or values [b, t, m, h] once for each of `heads` query heads: [b, t, n, h]."""
+    return repeat(x, "b t m h -> b t (m g) h", g=heads // x.shape[2])
