@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from experiments.ch03_tensor_parallelism._block_program import WAYS, Case, units
 
@@ -48,6 +48,9 @@ def figure(cases: Sequence[Case]) -> Figure:
     top, bottom = figure.subfigures(2, 1, height_ratios=(1.35, 1))
     for axes, way in zip(top.subplots(len(WAYS), 1), WAYS, strict=True):
         _diagram(axes, way)
+    names = {"the same on every device": WHOLE, "tokens split over tp": TOKENS, "heads or width split over tp": WIDTH}
+    handles = [Rectangle((0, 0), 1, 1, facecolor=colour, edgecolor="0.3") for colour in names.values()]
+    top.legend(handles, [*names], loc="outside upper center", ncols=3, frameon=False)
     left, right = bottom.subplots(1, 2)
     _sent(left, [case for case in mine if case.t == most])
     _kept(right, mine)
@@ -78,14 +81,6 @@ def _diagram(axes: Axes, way: str) -> None:
     axes.text(13.35, -0.2, "backward", va="top", color="#d9622b", fontsize=10, fontstyle="italic")
     axes.set(xlim=(-1.9, 14.3), ylim=(-0.9, 1.6))
     axes.axis("off")
-    if way == "TP":
-        for x, colour, name in (
-            (1.6, WHOLE, "the same on every device"),
-            (5.2, TOKENS, "tokens split over tp"),
-            (8.4, WIDTH, "heads or width split over tp"),
-        ):
-            axes.add_patch(FancyBboxPatch((x, 1.95), 0.25, 0.2, facecolor=colour, edgecolor="0.3", clip_on=False))
-            axes.text(x + 0.4, 2.05, name, va="center", fontsize=10)
 
 
 def _sent(axes: Axes, cases: Sequence[Case]) -> None:
@@ -133,6 +128,6 @@ def _kept(axes: Axes, cases: Sequence[Case]) -> None:
         ylabel="K",
         xticks=sorted({case.t for case in cases}),
     )
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=9)
+    axes.set_ylim(0, 1.45 * axes.get_ylim()[1])
+    axes.legend(fontsize=9, ncols=2, loc="upper center")
     axes.grid(alpha=0.3)
