@@ -74,6 +74,8 @@ class Program:
     """The same of embedding, final norm and head."""
     gradients: Callable[[Tree], Tree] = _unchanged
     """From the gradients to what the optimizer gets."""
+    stream: tuple[str | None, ...] = ("dp", None, None)
+    """Axes that split the residual stream [b, s, d]; "tp" in the middle is sequence parallelism."""
 
 
 def make_step(
@@ -120,7 +122,7 @@ def _loss(params: Tree, batch: dict[str, jax.Array], *, at: At, program: Program
     if program.remat == "full":
         policy = checkpoint_policies.save_only_these_names(*program.save)
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-    x, _ = lax.scan(body, at(x, "dp", None, None), params["blocks"])
+    x, _ = lax.scan(body, at(x, *program.stream), params["blocks"])
     return program.head(_norm(x, outer["norm_f"]), outer["wte"], batch["labels"], at)
 
 
@@ -130,7 +132,7 @@ def _layer(x: jax.Array, p: Tree, *, at: At, program: Program) -> tuple[jax.Arra
     x = x + _attention(_norm(x, p["norm_1"]), p["attention"], at, program)
     hidden = jnp.einsum("bsd,df->bsf", _norm(x, p["norm_2"]), p["mlp"]["w_in"]) + p["mlp"]["b_in"][None, None]
     y = _gelu_times(at(hidden, "dp", None, "tp"), p["mlp"]["w_out"]) + p["mlp"]["b_out"][None, None]
-    return at(x + y, "dp", None, None), None
+    return at(x + y, *program.stream), None
 
 
 def _attention(x: jax.Array, p: Tree, at: At, program: Program) -> jax.Array:
@@ -138,7 +140,7 @@ def _attention(x: jax.Array, p: Tree, at: At, program: Program) -> jax.Array:
     q = at(jnp.einsum("bsd,dnh->bsnh", x, p["w_q"]) + p["b_q"][None, None], "dp", None, "tp", None)
     kv = jnp.einsum("bsd,dcnh->cbsnh", x, p["w_kv"]) + p["b_kv"][:, None, None]
     k, v = at(kv, None, "dp", None, "tp", None)
-    y = at(jnp.einsum("bsnh,nhd->bsd", program.attend(q, k, v), p["w_out"]), "dp", None, None)
+    y = at(jnp.einsum("bsnh,nhd->bsd", program.attend(q, k, v), p["w_out"]), *program.stream)
     return checkpoint_name(y, SAVED) + p["b_out"][None, None]
 
 

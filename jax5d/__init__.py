@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from jax5d.config import check as check
     from jax5d.costs.communication import StepTraffic as StepTraffic
     from jax5d.costs.memory import memory as memory
+    from jax5d.inference.decoder import Decoder as Decoder
+    from jax5d.inference.generate import generate as generate
+    from jax5d.inference.sample import Sampling as Sampling
     from jax5d.measure.aot import compile_step as compile_step
     from jax5d.measure.ledger import ledger as ledger
     from jax5d.measure.trace import read_trace as read_trace
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
     from jax5d.mesh import use_cpu_devices as use_cpu_devices
     from jax5d.mesh import use_gpus as use_gpus
     from jax5d.train.checkpoint import from_checkpoint as from_checkpoint
-    from jax5d.train.generate import generate as generate
     from jax5d.train.step import Trainer as Trainer
     from jax5d.train.step import TrainState as TrainState
 
@@ -45,12 +47,14 @@ _HOME = {
     ),
     "jax5d.costs.communication": ("StepTraffic",),
     "jax5d.costs.memory": ("memory",),
+    "jax5d.inference.decoder": ("Decoder",),
+    "jax5d.inference.generate": ("generate",),
+    "jax5d.inference.sample": ("Sampling",),
     "jax5d.measure.aot": ("compile_step",),
     "jax5d.measure.ledger": ("ledger",),
     "jax5d.measure.trace": ("read_trace",),
     "jax5d.mesh": ("make_mesh", "use_cpu_devices", "use_gpus"),
     "jax5d.train.checkpoint": ("from_checkpoint",),
-    "jax5d.train.generate": ("generate",),
     "jax5d.train.step": ("Trainer", "TrainState"),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}

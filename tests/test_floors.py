@@ -17,6 +17,7 @@ FLOORS = [
     {"jax5d.layers"},
     {"jax5d.models"},
     {"jax5d.train"},
+    {"jax5d.inference"},
     {"jax5d.measure"},
     {"jax5d.plan"},
     {"experiments"},

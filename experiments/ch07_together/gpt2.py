@@ -29,8 +29,9 @@ from experiments.training import Traffic, mesh_name, open_tokens
 from jax5d.config import MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from jax5d.data.batches import Windows
 from jax5d.data.statistics import bigram_entropy, unigram_entropy
+from jax5d.inference.generate import generate
+from jax5d.inference.sample import Sampling
 from jax5d.train.checkpoint import check_resume
-from jax5d.train.generate import generate
 from jax5d.train.loop import Run, fit, open_data
 from jax5d.train.step import Trainer
 
@@ -73,8 +74,9 @@ def run(options: TrainingOptions, folder: Path, console: Console) -> Outcome:
     traffic = Traffic.of(trainer)
     save_figure(_curves(result, unigram, bigram, options), folder, "loss")
     prompt = [int(i) for i in file.tokenizer.encode(PROMPT)]
-    written = generate(trainer, result.state.params, prompt, WRITTEN, temperature=0.8, seed=options.seed)
-    text = file.tokenizer.decode(written[0])
+    sampling, window = Sampling(temperature=0.8, seed=options.seed), options.train.seq_len
+    (written,) = generate(trainer, result.state.params, [prompt], WRITTEN, sampling=sampling, window=window)
+    text = file.tokenizer.decode(written)
     console.print(Panel(Text(text), title="written by the trained model"))
     return Outcome(
         checks=[

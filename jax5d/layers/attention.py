@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,8 @@ from jax5d.parallel.tensor import Boundary, own_heads
 
 Attend = Callable[..., jax.Array]
 """(q [b, s, n, h], k and v [b, s, m, h], draw, rate=) -> [b, s, n, h]; causal."""
+Meet = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""(q [b, s, n, h], k and v [b, s, m, h]) -> ([b, s, n, h], a memory): attention to more than this call's tokens."""
 
 
 def cudnn_attention(q: jax.Array, k: jax.Array, v: jax.Array, draw: Draw, *, rate: float) -> jax.Array:
@@ -117,6 +120,11 @@ class Attention(nnx.Module):
         q, k, v = self.queries_keys_values(x, place)
         y = self.attend(q, k, v, Draw(key, self._query_ids(q, place)), rate=self.dropout)
         return self.out(y)
+
+    def remembering(self, x: jax.Array, place: Place, meet: Meet) -> tuple[jax.Array, Any]:
+        """The same without dropout, where `meet` attends and says what is remembered of the keys and values."""
+        y, memory = meet(*self.queries_keys_values(x, place))
+        return self.out(y), memory
 
     def queries_keys_values(self, x: jax.Array, place: Place) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Residual stream [b, s_stream, d] -> q [b, s, n, h], k and v [b, s, m, h], as they meet."""

@@ -17,7 +17,8 @@ class Place(NamedTuple):
     rows: jax.Array
     """int32 [b]: row of the global batch."""
     positions: jax.Array
-    """int32 [s]: position in the sequence, of the tokens on this context shard."""
+    """int32 [s]: position in the sequence, of the tokens on this context shard. Without dropout also [b, s], where each
+    row has its own."""
     span: int
     """Longest sequence; a token's global id is row * span + position."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax5d.config import ModelConfig
@@ -16,7 +15,8 @@ from jax5d.layers.dropout import Place, dropout
 from jax5d.layers.init import normal
 from jax5d.layers.linear import add_bias
 from jax5d.parallel.data import varying
-from jax5d.parallel.tensor import VOCAB_AXES, Boundary, cross_entropy, embed_tokens, likeliest
+from jax5d.parallel.sampling import vocabulary_logits
+from jax5d.parallel.tensor import VOCAB_AXES, Boundary, cross_entropy, embed_tokens
 
 
 class Vocabulary(nnx.Module):
@@ -53,15 +53,9 @@ class Vocabulary(nnx.Module):
         flat = y.reshape(-1, y.shape[-1])
         return cross_entropy(flat, self._head, labels.reshape(-1), vocab=self.vocab, chunks=chunks)
 
-    def next_token(self, y: jax.Array, at: jax.Array, noise: jax.Array) -> jax.Array:
-        """The id that maximises logits + noise at local position `at`: [b, s_stream, d], int32 [] -> int32 [b].
-
-        Args:
-            noise: float32 [b, rows of this device], added to the logits; 0 is greedy, Gumbel noise samples.
-        """
-        y = self.boundary.enter(self.norm_f(y))
-        y = lax.dynamic_index_in_dim(y, at, axis=1, keepdims=False)
-        return likeliest(y, self._head, noise, self.vocab)
+    def logits(self, y: jax.Array) -> jax.Array:
+        """float32 [b, s, v] of this device's rows of the vocabulary, minus infinity for padding; y [b, s_stream, d]."""
+        return vocabulary_logits(self.boundary.enter(self.norm_f(y)), self._head, self.vocab)
 
 
 class PlacedVocabulary(Vocabulary):
@@ -72,8 +66,8 @@ class PlacedVocabulary(Vocabulary):
         self.wpe = nnx.Param(normal(rngs, config.context, config.d_model), spec=P(None, None))
 
     def _placed(self, tokens: jax.Array, place: Place) -> jax.Array:
-        positions = jnp.take(self.wpe[...], self.boundary.split(place.positions), axis=0)
-        return add_bias(tokens, positions[None])
+        positions = jnp.atleast_2d(self.boundary.split(place.positions))
+        return add_bias(tokens, jnp.take(self.wpe[...], positions, axis=0))
 
 
 def _table(config: ModelConfig, rows: int, rngs: nnx.Rngs) -> jax.Array:

@@ -14,14 +14,14 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     """Turn each pair of dims by its position's angle; in float32, result in x's dtype.
 
     Args:
-        x: [..., s, n, h] with h even.
-        positions: int32 [s], in the whole sequence: whoever splits it over cp gives each shard's own.
+        x: [b, s, n, h] with h even.
+        positions: int32 [s], or [b, s] where rows differ, in the whole sequence: whoever splits it over cp gives each
+            shard's own.
         theta: base of the frequencies.
     """
     pairs = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
-    angle = positions.astype(jnp.float32)[:, None, None] * frequency[None, None]
-    angle = angle.reshape((1,) * (x.ndim - 3) + angle.shape)
+    angle = jnp.atleast_2d(positions).astype(jnp.float32)[..., None, None] * frequency[None, None, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_policies
 from jax.sharding import PartitionSpec as P
 
 from jax5d.config import MeshConfig, ModelConfig, ParallelConfig
-from jax5d.layers.attention import choose_attention, recomputed
+from jax5d.layers.attention import Attend, Meet, choose_attention, recomputed
 from jax5d.layers.dropout import Place, site
 from jax5d.mesh import DATA_AXES
 from jax5d.models.transformer import Block, Transformer
@@ -71,11 +71,19 @@ class Model:
         """The model as evaluation runs it."""
         return replace(self, config=replace(self.config, dropout=0.0))
 
+    def for_inference(self) -> Model:
+        """The model as text is written with it: its residual stream whole, as one token cannot be split over tp."""
+        config = self.without_dropout().config
+        # without a capacity groups change nothing, and a new token is no whole group
+        config = replace(config, group=config.group if config.capacity_factor else 0)
+        return replace(self, config=config, parallel=replace(self.parallel, sequence=False, overlap=False))
+
     def _transformer(self, key: jax.Array) -> Transformer:
-        return Transformer(self.config, self.rows, self.boundary, self._attend, nnx.Rngs(params=key))
+        return Transformer(self.config, self.rows, self.boundary, self.attend, nnx.Rngs(params=key))
 
     @property
-    def _attend(self) -> Any:
+    def attend(self) -> Attend:
+        """What attention is computed with."""
         attend = choose_attention(self.config, self.platform, self.mesh.cp)
         return recomputed(attend) if self.parallel.remat == "selective" else attend
 
@@ -122,7 +130,7 @@ class Model:
     @cached_property
     def _graphs(self) -> tuple[Any, Any]:
         block = nnx.eval_shape(
-            lambda: Block(self.config, self.boundary, self._attend, nnx.Rngs(params=jax.random.key(0)))
+            lambda: Block(self.config, self.boundary, self.attend, nnx.Rngs(params=jax.random.key(0)))
         )
         return nnx.graphdef(self._abstract.outer), nnx.graphdef(block)
 
@@ -138,9 +146,7 @@ class Model:
 
         def embed(outer: Tree, m: jax.Array) -> jax.Array:
             ids = batch["inputs"][m]
-            place = self._place(ids, m, global_rows)
-            dtype = jnp.dtype(self.config.dtype)
-            return _merge(outer_graph, outer).embed(ids, place, site(key, self.config.layers), dtype)
+            return self.embed(outer, ids, self._place(ids, m, global_rows), site(key, self.config.layers))
 
         def layer(params: Tree, x: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, Tree], Tree]:
             m, index = at
@@ -154,9 +160,17 @@ class Model:
 
         return Work(embed, self._recompute(layer), head)
 
-    def next_token(self, outer: Tree, y: jax.Array, at: jax.Array, noise: jax.Array) -> jax.Array:
-        """The most likely id with `noise` added to the logits; see `Vocabulary.next_token`."""
-        return _merge(self._graphs[0], outer).next_token(y, at, noise)
+    def embed(self, outer: Tree, ids: jax.Array, place: Place, key: jax.Array) -> jax.Array:
+        """int32 [b, s] -> the residual stream; see `Vocabulary.embed`."""
+        return _merge(self._graphs[0], outer).embed(ids, place, key, jnp.dtype(self.config.dtype))
+
+    def remembering(self, params: Tree, x: jax.Array, place: Place, meet: Meet) -> tuple[jax.Array, Any]:
+        """One layer that looks at keys and values from before; see `Block.remembering`."""
+        return _merge(self._graphs[1], params).remembering(x, place, meet)
+
+    def logits(self, outer: Tree, y: jax.Array) -> jax.Array:
+        """The head's logits of the last layer's y; see `Vocabulary.logits`."""
+        return _merge(self._graphs[0], outer).logits(y)
 
     def _recompute(self, layer: Any) -> Any:
         """A layer under the policy for its backward pass. Selective recomputation is attention's own."""

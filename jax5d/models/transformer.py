@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from jax5d.config import ModelConfig
-from jax5d.layers.attention import Attend, Attention, BiasedAttention, RotaryAttention
+from jax5d.layers.attention import Attend, Attention, BiasedAttention, Meet, RotaryAttention
 from jax5d.layers.dropout import Place, dropout, site
 from jax5d.layers.embedding import PlacedVocabulary, Vocabulary
 from jax5d.layers.init import STD
@@ -56,6 +56,13 @@ class Block(nnx.Module):
         x = _add(x, dropout(y, self.dropout, site(key, 1), place, self.boundary))
         y, losses, stats = self.mlp(self.norm_2(x))
         return _add(x, dropout(y, self.dropout, site(key, 2), place, self.boundary)), losses, stats
+
+    def remembering(self, x: jax.Array, place: Place, meet: Meet) -> tuple[jax.Array, Any]:
+        """The residual stream [b, s_stream, d] without dropout, and what `meet` remembers of keys and values."""
+        y, memory = self.attention.remembering(self.norm_1(x), place, meet)
+        x = _add(x, y)
+        y, _, _ = self.mlp(self.norm_2(x))
+        return _add(x, y), memory
 
 
 @jax.named_scope("residual")

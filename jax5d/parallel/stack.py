@@ -116,8 +116,8 @@ def only_where(valid: jax.Array, tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jnp.where(valid, x, jnp.zeros((), x.dtype)), tree)
 
 
-def _ascend(weights: Weights, step: Callable[[Any, Tree, Any], tuple[Any, Tree]], carry: Any) -> tuple[Any, Tree, Hand]:
-    """Walk up the layers: step(carry, params, at) -> (carry, sums). The last layers have nothing more to fetch.
+def ascend(weights: Weights, step: Callable[[Any, Tree, Any], tuple[Any, Tree]], carry: Any) -> tuple[Any, Tree, Hand]:
+    """Walk up the layers: step(carry, params, at) -> (carry, sums), any trees. The last layers have nothing more to fetch.
 
     Returns:
         The carry, the sums over layers, and what was fetched of the last layer.
@@ -145,7 +145,7 @@ def run(layer: Layer, weights: Weights, x: jax.Array, m: jax.Array) -> tuple[tup
         (y, losses), stats = layer(params, x, (m, _index(weights.count, at)))
         return y, (losses, stats)
 
-    y, (losses, stats), _ = _ascend(weights, step, x)
+    y, (losses, stats), _ = ascend(weights, step, x)
     return (y, losses), stats
 
 
@@ -187,7 +187,7 @@ class Stack:
             values = saved + (jax.tree.leaves(params) if self.weights.keeps else [])
             return (y, [_write(r, value, slot, at) for r, value in zip(ring, values, strict=True)]), (losses, stats)
 
-        (y, ring), (losses, stats), hand = _ascend(self.weights, step, (x, ring))
+        (y, ring), (losses, stats), hand = ascend(self.weights, step, (x, ring))
         return (y, losses), stats, ring, hand
 
     def ring(self, slots: int) -> Ring:

@@ -147,19 +147,6 @@ def _rows_bwd(saved: tuple, d_found: jax.Array) -> tuple[jax.Array, None]:
 _rows.defvjp(_rows_fwd, _rows_bwd)
 
 
-@jax.named_scope("vocab_max")
-def likeliest(y: jax.Array, table: jax.Array, noise: jax.Array, vocab: int) -> jax.Array:
-    """The id that maximises logits + noise: y [b, d], table [v, d], noise float32 [b, v] -> int32 [b].
-
-    Rows of the table at or beyond `vocab` are padding and never chosen. Two pmax over (pp, tp), 8 b bytes together.
-    """
-    logits = jnp.einsum("bd,vd->bv", y, table.astype(y.dtype), preferred_element_type=jnp.float32) + noise
-    column = vocab_start(table.shape[0]) + jnp.arange(table.shape[0])
-    logits = jnp.where((column < vocab)[None], logits, -jnp.inf)
-    best = lax.pmax(jnp.max(logits, axis=1), VOCAB_AXES)
-    return lax.pmax(jnp.max(jnp.where(logits == best[:, None], column[None], -1), axis=1), VOCAB_AXES)
-
-
 def cross_entropy(y: jax.Array, table: jax.Array, labels: jax.Array, *, vocab: int, chunks: int = 1) -> jax.Array:
     """Sum of next-token cross-entropies; logits exist for one chunk of tokens and this device's vocabulary only.
 
