@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -45,7 +46,8 @@ def figure(cases: Sequence[Case]) -> Figure:
     mine = [case for case in cases if case.model == cases[0].model and case.remat == "none"]
     most = max(case.t for case in mine)
     figure = Figure(figsize=(14, 11), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=(1.35, 1))
+    parts: Any = figure.subfigures(2, 1, height_ratios=(1.35, 1))
+    top, bottom = parts
     for axes, way in zip(top.subplots(len(WAYS), 1), WAYS, strict=True):
         _diagram(axes, way)
     names = {"the same on every device": WHOLE, "tokens split over tp": TOKENS, "heads or width split over tp": WIDTH}

@@ -114,7 +114,8 @@ def compiled_table(rows: list[Row], preset: str) -> Table:
     """Bytes and modelled times."""
     columns = ("way", "GB sent", "hidden", "exposed by theory*", "ms, model", "ms waited", "peak, GB")
     first = rows[0]
-    title = f"{preset} on {T} {first.gpu.name}s, one sequence of {first.config.train.seq_len} tokens; per GPU and step"
+    work = f"one sequence of {first.config.train.seq_len} tokens"
+    title = f"{preset} on {T} {first.gpu.name.upper()}s, {work}; per GPU and step"
     table = Table(*columns, title=f"{title}\n* embedding and head alone")
     for row in rows:
         total, waited = row.seconds()
@@ -132,7 +133,7 @@ def compiled_panel(axes: Axes, rows: list[Row], preset: str) -> None:
     for i, row in enumerate(rows):
         axes.text(i, row.sent() / 1e9, f"{1 - row.hidden:.1%}\nexposed", ha="center", va="bottom", fontsize=9)
     axes.set(
-        title=f"As scheduled by the compiler: {preset} on {T} {rows[0].gpu.name}s",
+        title=f"As scheduled by the compiler: {preset} on {T} {rows[0].gpu.name.upper()}s",
         ylabel="GB that a GPU sends in a step",
         ylim=(0, 1.45 * max(row.sent() for row in rows) / 1e9),
     )

@@ -27,7 +27,7 @@ MODELS: dict[str, ModelConfig] = {
 }
 """A vocabulary that no t divides; heads of keys and values that t divides, and fewer."""
 
-QUICKLY = {"xla_backend_optimization_level": 0}
+QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0}
 """Options of the compilation: it takes longer than the steps do."""
 
 

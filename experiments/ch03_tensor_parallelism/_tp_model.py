@@ -146,9 +146,8 @@ def model_table(model: ModelConfig) -> Table:
     """Tokens by cluster, way and t."""
     columns = ("links", "way", *map(str, COUNTS), "pays to")
     work = f"{model.name}, a sequence of {model.context} tokens, products at {EFFICIENCY:.0%} of the peak"
-    title = (
-        f"Modelled tokens a second and H100 by tp: {work}\nhops: overlapped; pays to: doubled up to there, 1.5 x faster"
-    )
+    title = f"Modelled tokens a second and H100 by tp: {work}"
+    title += "\nhops: overlapped; pays to: up to there each doubling makes a sequence 1.5 times as fast"
     table = Table(*columns, title=title)
     for name, cluster in CLUSTERS.items():
         for overlap in (False, True):
@@ -185,6 +184,6 @@ def _finish(axes: Axes, counts: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(t) for t in counts])
     axes.set(xlabel="devices t of tp", ylabel="thousand tokens a second and H100")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
+    axes.set_ylim(0, 1.45 * axes.get_ylim()[1])
+    axes.legend(fontsize=8, ncols=2, loc="upper center")
     axes.grid(alpha=0.3)
