@@ -65,27 +65,32 @@ def ring_attention(
     Bytes per device, K = bytes of k: forward (c-1) 2K by ppermute over cp; backward (c-1) 2K, and as many float32
     elements of their gradients.
     """
-    return _attend(q, jnp.stack([k, v]), draw, Mask(causal, rate))
+    return _attend(q, (k, v), draw, Mask(causal, rate))
+
+
+Block = tuple[jax.Array, jax.Array]
+"""Keys and values [b, s, m, h] of one device."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _attend(q: jax.Array, kv: jax.Array, draw: Draw, mask: Mask) -> jax.Array:
+def _attend(q: jax.Array, kv: Block, draw: Draw, mask: Mask) -> jax.Array:
     return _forward(q, kv, draw, mask)[0]
 
 
 @jax.named_scope("cp_ring")
-def _rotate(x: jax.Array) -> jax.Array:
-    """Send to the next device of the ring. Transpose: send to the previous. Bytes: K."""
+def _rotate(block: Block) -> Block:
+    """Send both in one message to the next device of the ring. Transpose: send to the previous. Bytes: K of both."""
     size = lax.axis_size("cp")
-    return lax.ppermute(x, "cp", [(i, (i + 1) % size) for i in range(size)])
+    k, v = lax.ppermute(jnp.stack(block), "cp", [(i, (i + 1) % size) for i in range(size)])
+    return k, v
 
 
-def _pieces(kv: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cut a block [2, b, s, m, h] into pieces [c, 2, b, t, m, h] with the global position of each one's first key."""
-    size = kv.shape[2]
+def _pieces(block: Block, source: jax.Array) -> tuple[Block, jax.Array]:
+    """Cut a block into pieces [c, b, t, m, h] with the global position of each one's first key."""
+    size = block[0].shape[1]
     count = next(c for c in range(1, size + 1) if size % c == 0 and size // c <= PIECE)
-    cut = rearrange(kv, "two b (c t) m h -> c two b t m h", c=count)
-    return cut, source * size + jnp.arange(count) * (size // count)
+    k, v = (rearrange(x, "b (c t) m h -> c b t m h", c=count) for x in block)
+    return (k, v), source * size + jnp.arange(count) * (size // count)
 
 
 def _scores(q: jax.Array, k: jax.Array, start: jax.Array, causal: bool) -> jax.Array:
@@ -113,7 +118,7 @@ def _seen(source: jax.Array, causal: bool) -> jax.Array:
     return source <= lax.axis_index("cp") if causal else source >= 0
 
 
-def _merge(q: jax.Array, kv: jax.Array, source: jax.Array, draw: Draw, mask: Mask, state: tuple) -> tuple:
+def _merge(q: jax.Array, kv: Block, source: jax.Array, draw: Draw, mask: Mask, state: tuple) -> tuple:
     """Meet one block: update the running maximum, sum [b, n, s] and output [b, s, n, h], all float32."""
 
     def piece(state: tuple, part: tuple) -> tuple:
@@ -133,7 +138,7 @@ def _merge(q: jax.Array, kv: jax.Array, source: jax.Array, draw: Draw, mask: Mas
     return lax.cond(_seen(source, mask.causal), met, lambda: state)
 
 
-def _forward(q: jax.Array, kv: jax.Array, draw: Draw, mask: Mask) -> tuple[jax.Array, jax.Array]:
+def _forward(q: jax.Array, kv: Block, draw: Draw, mask: Mask) -> tuple[jax.Array, jax.Array]:
     """Output [b, s, n, h] and log-sum-exp float32 [b, n, s]."""
     b, s, n, h = q.shape
     axes = varying_axes(q)
@@ -153,13 +158,13 @@ def _forward(q: jax.Array, kv: jax.Array, draw: Draw, mask: Mask) -> tuple[jax.A
     return out.astype(q.dtype), top + jnp.log(total)
 
 
-def _attend_fwd(q: jax.Array, kv: jax.Array, draw: Draw, mask: Mask) -> tuple[jax.Array, tuple]:
+def _attend_fwd(q: jax.Array, kv: Block, draw: Draw, mask: Mask) -> tuple[jax.Array, tuple]:
     out, log_sum = _forward(q, kv, draw, mask)
     return out, (q, kv, draw, out, log_sum)
 
 
-def _gradients(saved: tuple, d_out: jax.Array, kv: jax.Array, source: jax.Array, mask: Mask) -> tuple:
-    """What one block contributes: d_q float32 [b, s, n, h], d_kv float32 [2, b, s, m, h]."""
+def _gradients(saved: tuple, d_out: jax.Array, kv: Block, source: jax.Array, mask: Mask) -> tuple[jax.Array, Block]:
+    """What one block contributes: d_q float32 [b, s, n, h]; float32 [b, s, m, h] for keys and for values."""
     q, _, draw, out, log_sum = saved
     axes = varying_axes(q)
     inner = jnp.einsum("bsnh,bsnh->bns", d_out.astype(jnp.float32), out.astype(jnp.float32))
@@ -173,15 +178,16 @@ def _gradients(saved: tuple, d_out: jax.Array, kv: jax.Array, source: jax.Array,
         used = _dropped(weights, start, draw, mask.rate).astype(q.dtype)
         d_v = weighted_queries(used, d_out, v.shape[2], jnp.float32)
         d_k = weighted_queries(d_scores, q, k.shape[2], jnp.float32)
-        return d_q + weighted_values(d_scores, k, jnp.float32), jnp.stack([d_k, d_v])
+        return d_q + weighted_values(d_scores, k, jnp.float32), (d_k, d_v)
 
-    nothing = varying(jnp.zeros(q.shape, jnp.float32), axes), varying(jnp.zeros(kv.shape, jnp.float32), axes)
+    zeros = [varying(jnp.zeros(x.shape, jnp.float32), axes) for x in (q, *kv)]
 
-    def met() -> tuple:
-        d_q, d_kv = lax.scan(piece, nothing[0], _pieces(kv, source))
-        return d_q, rearrange(d_kv, "c two b t m h -> two b (c t) m h")
+    def met() -> tuple[jax.Array, Block]:
+        d_q, slopes = lax.scan(piece, zeros[0], _pieces(kv, source))
+        d_k, d_v = (rearrange(x, "c b t m h -> b (c t) m h") for x in slopes)
+        return d_q, (d_k, d_v)
 
-    return lax.cond(_seen(source, mask.causal), met, lambda: nothing)
+    return lax.cond(_seen(source, mask.causal), met, lambda: (zeros[0], (zeros[1], zeros[2])))
 
 
 def _attend_bwd(mask: Mask, saved: tuple, d_out: jax.Array) -> tuple:
@@ -194,10 +200,17 @@ def _attend_bwd(mask: Mask, saved: tuple, d_out: jax.Array) -> tuple:
         block, d_block, d_q = carry
         block = _rotate(block)
         more_q, more = _gradients(saved, d_out, block, (rank - i) % size, mask)
-        return (block, _rotate(d_block + more), d_q + more_q), None
+        return (block, _rotate(_both(d_block, more)), d_q + more_q), None
 
-    (_, travelled, d_q), _ = lax.scan(step, (kv, jnp.zeros_like(own), d_q), jnp.arange(1, size))
-    return d_q.astype(q.dtype), (own + travelled).astype(kv.dtype), None
+    nothing = jnp.zeros_like(own[0]), jnp.zeros_like(own[1])
+    (_, travelled, d_q), _ = lax.scan(step, (kv, nothing, d_q), jnp.arange(1, size))
+    d_k, d_v = _both(own, travelled)
+    return d_q.astype(q.dtype), (d_k.astype(q.dtype), d_v.astype(q.dtype)), None
+
+
+def _both(one: Block, other: Block) -> Block:
+    """Sums of keys' and of values' gradients."""
+    return one[0] + other[0], one[1] + other[1]
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -128,8 +128,8 @@ def embed_tokens(table: jax.Array, ids: jax.Array, boundary: Boundary, dtype: jn
 
 @jax.custom_vjp
 def _rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows of a table [v, d] by their places int32 [b, s]: [b, s, d]."""
-    return jnp.take(table, ids, axis=0)
+    """Rows of a table [v, d] by their places int32 [b, s], all of them there: [b, s, d]."""
+    return table.at[ids].get(mode="promise_in_bounds")
 
 
 def _rows_fwd(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple]:
@@ -141,7 +141,7 @@ def _rows_bwd(saved: tuple, d_found: jax.Array) -> tuple[jax.Array, None]:
     # zeros that wait for the gradient: others XLA would write before the layers' backward pass, and keep all the time
     zero = zero_once([d_found]).astype(d_found.dtype)
     zeros = varying(jnp.broadcast_to(zero, (shape.shape[0], d_found.shape[-1])), varying_axes(d_found))
-    return zeros.at[ids].add(d_found), None
+    return zeros.at[ids].add(d_found, mode="promise_in_bounds"), None
 
 
 _rows.defvjp(_rows_fwd, _rows_bwd)
@@ -177,7 +177,8 @@ def _chunk_loss(y: jax.Array, table: jax.Array, labels: jax.Array, vocab: int) -
     rows = table.shape[0]
     logits = jnp.einsum("nd,vd->nv", y, table, preferred_element_type=jnp.float32)
     column = vocab_start(rows) + jnp.arange(rows)
-    logits = jnp.where((column < vocab)[None], logits, -jnp.inf)
+    if rows * lax.axis_size(VOCAB_AXES) > vocab:  # else there is no padding, and a pass over the logits is saved
+        logits = jnp.where((column < vocab)[None], logits, -jnp.inf)
     top = lax.pmax(jnp.max(logits, axis=1), VOCAB_AXES)
     exps = jnp.exp(logits - top[:, None])
     hit = column[None] == labels[:, None]
