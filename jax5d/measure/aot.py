@@ -202,7 +202,12 @@ def absent_gpu(name: str) -> Any:
 
     Raises `ConfigError` for an unknown name, and where JAX cannot compile for CUDA, as `compile_step` does.
     """
-    return _devices(target_config(name), 1, 1)[0]
+    return absent_gpus(name, 1)[0]
+
+
+def absent_gpus(name: str, count: int) -> list[Any]:
+    """GPUs of one host that is not there, as `absent_gpu`."""
+    return _devices(target_config(name), 1, count)
 
 
 @lru_cache(maxsize=16)  # JAX never lets go of such devices: each call would keep more of them
