@@ -33,7 +33,8 @@ class Held(NamedTuple):
     weights: int
     """As they are stored: whole leaves, of tp this device's part, or by ZeRO-3 pieces."""
     gathered: int
-    """By ZeRO-3 whole leaves, for a while: the outer ones, the layer at work and the one fetched ahead."""
+    """By ZeRO-3 whole leaves, for a while: two layers, that at work and the one fetched ahead; before them the
+    embedding, after them the head. A tied table stays from the one to the other."""
     cache: int
     """Keys and values."""
 
@@ -56,12 +57,19 @@ def held(config: RunConfig, rows: int, capacity: int) -> Held:
 
 
 def _gathered(shares: Shares) -> int:
-    """Elements, zeros behind them included."""
-    elements = 0
-    for leaf, piece in shares.pieces() if shares.stage == 3 else ():
-        whole = piece.size * prod(getattr(shares.config.mesh, a) for a in piece.axes) if piece.axes else 0
-        elements += whole * min(2, shares.layers) // shares.layers if leaf.stacked else whole
-    return elements
+    """Most elements at a time, zeros behind them included."""
+    if shares.stage < 3:
+        return 0
+    model, sizes = shares.config.model, vars(shares.config.mesh)
+    pieces = {leaf.name: piece for leaf, piece in shares.pieces() if piece.axes}
+    whole = {name: piece.size * prod(sizes[a] for a in piece.axes) for name, piece in pieces.items()}
+    layer = sum(size for name, size in whole.items() if name.startswith("blocks.")) // shares.layers
+    norm = sum(size for name, size in whole.items() if name.startswith("norm_f."))
+    table = whole.get("wte", 0)
+    before = table + whole.get("wpe", 0) + layer
+    between = (table if model.tied else 0) + min(2, shares.layers) * layer
+    after = whole.get("wte" if model.tied else "head", 0) + norm + layer
+    return max(before, between, after)
 
 
 def cache_bytes(config: RunConfig, rows: int, tokens: int) -> int:
