@@ -19,7 +19,7 @@ from rich.text import Text
 
 from experiments import registry
 from jax5d.config import ConfigError, check, check_devices
-from jax5d.costs.communication import check_bucket
+from jax5d.costs.parameter_traffic import check_bucket
 from jax5d.train.signals import Stopped
 
 

@@ -12,7 +12,7 @@ REFUSED = {
     "B15 more tp than heads": ({"tp": 8}, {}, r"model\.heads=4.*mesh\.tp=8"),
     "B15 width over heads": ({}, {"d_model": 30}, r"model\.d_model=30.*model\.heads=4"),
     "B09 three kv heads": ({"tp": 2}, {"heads": 6, "d_model": 48, "kv_heads": 3}, r"model\.kv_heads=3.*mesh\.tp=2"),
-    "B09 kv heads over heads": ({}, {"kv_heads": 3}, r"model\.kv_heads=3.*model\.heads=4"),
+    "B09 kv heads over heads": ({}, {"kv_heads": 3}, r"model\.heads=4.*model\.kv_heads=3"),
     "kv heads below 0": ({}, {"kv_heads": -1}, r"model\.kv_heads=-1"),
     "overlap of what is not split": ({"tp": 2}, {"overlap": True}, r"parallel\.overlap.*parallel\.sequence"),
     "B09 six heads": ({"tp": 4}, {"heads": 6, "d_model": 36}, r"heads=6.*tp=4"),

@@ -70,7 +70,7 @@ def final_stream(run: RunConfig, params: Any) -> np.ndarray:
     proof = trainer(run)
 
     def body(params: Any, data: dict[str, jax.Array]) -> jax.Array:
-        own = proof.zero.opened(diverge(params, proof.specs.params, ()))
+        own = proof.zero.opened(diverge(params, proof.model.summed))
         work = proof.model.work(data, jax.random.key(0), 8)
         (y, _), _ = stack.run(work.layer, own["blocks"], work.embed(own["outer"], jnp.int32(0)), jnp.int32(0))
         return lax.psum(y, ("pp", "dp", "ep", "cp"))  # one device

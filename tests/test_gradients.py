@@ -91,7 +91,7 @@ def per_device(loss: Any, check_vma: bool) -> Any:
     spec = {"w": P()}
 
     def body(params: dict, data: jax.Array) -> tuple[dict, dict]:
-        own = jax.grad(loss)(diverge(params, spec, ()), data)
+        own = jax.grad(loss)(diverge(params, {"w": ("pp", "dp", "ep", "cp")}), data)
         total = jax.tree.map(lambda s, g: lax.psum(g, reduction_axes(s, ())), spec, own, is_leaf=is_spec)
         return total, jax.tree.map(lambda g: jnp.expand_dims(g, 0), own)
 

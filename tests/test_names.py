@@ -9,7 +9,7 @@ import pytest
 from programs import equations
 from tiny import config, trainer
 
-from jax5d.layers.names import NAMES
+from jax5d.layers.names import MLP_IN, QKV, SAVED
 
 MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     "gpt2": ({}, (8, 16, 64), 1),
@@ -28,6 +28,6 @@ def test_named_values(options: dict[str, Any], hidden: tuple[int, ...], products
     program = jax.make_jaxpr(proof.evaluate)(state.params, data)
     named = [e for e in equations(program.jaxpr) if e.primitive.name == "name"]
     found = [(e.params["name"], e.outvars[0].aval.shape, str(e.outvars[0].aval.dtype)) for e in named]
-    shapes = [(3, 8, 16, 2, 8), (8, 16, 32), *[hidden] * products]
-    names = [*NAMES, *[NAMES[-1]] * (products - 1)]
+    shapes = [*[(8, 16, 2, 8)] * 3, (8, 16, 32), *[hidden] * products]
+    names = [QKV] * 3 + [SAVED] + [MLP_IN] * products
     assert found == [(name, shape, "bfloat16") for name, shape in zip(names, shapes, strict=True)]

@@ -103,7 +103,8 @@ def test_estimates_are_unbiased() -> None:
             part = {"w": g / n}
             specs = {"w": P()}
             reduced = jax.tree.map(sum_over_shards, part)
-            return gradient_noise(squares(part), reduced, specs, specs, (), batch=2 * n, pieces=1)
+            summed = {"w": ("pp", *DATA_AXES)}
+            return gradient_noise(squares(part), reduced, specs, specs, summed, batch=2 * n, pieces=1)
 
         return jax.vmap(one)(own[0])
 

@@ -66,13 +66,17 @@ def test_learning_rate_of_short_runs(warmup: int, steps: int, wanted: list[float
         assert float(schedule(100)) == pytest.approx(0.1)
 
 
+REPLICAS = ("pp", "dp", "ep", "cp")
+"""Axes whose devices have parts of every gradient here."""
+
+
 def accumulated(slopes: jax.Array, dtype: Any = jnp.float32, accumulate: Any = jnp.float32) -> jax.Array:
     """Gradient by w of the sum over microbatches m of slopes[m] w, through the executor; `slopes` is [M, n]."""
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
 
     def body(w: jax.Array, slopes: jax.Array) -> jax.Array:
         k = varying(jnp.ones((1, 1)), ("pp", "dp", "ep", "cp"))
-        held = {"outer": diverge({"w": w}, {"w": P()}, ()), "blocks": {"k": k}}
+        held = {"outer": diverge({"w": w}, {"w": REPLICAS}), "blocks": {"k": k}}
         supply = Resident(held["blocks"])
         params = held | {"blocks": Weights(1, supply, supply)}
         x = varying(jnp.zeros((1, 1, 1)), ("pp", "dp", "ep", "cp"))
@@ -82,7 +86,7 @@ def accumulated(slopes: jax.Array, dtype: Any = jnp.float32, accumulate: Any = j
             head=lambda outer, y, m: jnp.sum((outer["w"].astype(dtype) * slopes[m]).astype(jnp.float32)),
         )
         table = SCHEDULES["1f1b"](1, slopes.shape[0])
-        reduction = make_reduction(ParallelConfig(reduction="leaf", accumulate=accumulate), {}, {}, ())
+        reduction = make_reduction(ParallelConfig(reduction="leaf", accumulate=accumulate), {}, {}, {})
         result = pipeline.train(table, work, params, held, x, jnp.float32(1), {}, reduction=reduction)
         return lax.psum(result.outer_grads["w"], ("pp", "dp", "ep", "cp"))
 
@@ -165,7 +169,7 @@ def test_reduction_over_ranks_is_float32() -> None:
     mesh = make_mesh(MeshConfig(dp=8), jax.devices()[:8])
 
     def body(x: jax.Array) -> jax.Array:
-        own = diverge({"w": jnp.float32(1)}, {"w": P()}, ())
+        own = diverge({"w": jnp.float32(1)}, {"w": REPLICAS})
         narrow = x.astype(jnp.bfloat16)
         grads = jax.grad(lambda p: jnp.sum(p["w"].astype(jnp.bfloat16) * narrow).astype(jnp.float32))(own)
         return lax.psum(grads["w"].astype(jnp.float32), ("pp", "dp", "ep", "cp"))

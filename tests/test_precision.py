@@ -93,7 +93,8 @@ def test_the_dtype_of_reductions_in_hlo(reduction: str, accumulate: str) -> None
 def test_a_sum_over_replicas(all_reduce: str) -> None:
     """B73: 256 and seven ones, on dp 8, are 263 in float32. A bfloat16 ring that begins with 256 stays there."""
     mesh, specs = make_mesh(MeshConfig(dp=8), jax.devices()[:8]), {"outer": {"w": P()}, "blocks": {}}
-    reduction = make_reduction(ParallelConfig(reduction="leaf", all_reduce=all_reduce), specs, {}, ())
+    summed = {"outer": {"w": ("pp", "dp", "ep", "cp")}, "blocks": {}}
+    reduction = make_reduction(ParallelConfig(reduction="leaf", all_reduce=all_reduce), specs, summed, {})
 
     def body(x: jax.Array) -> jax.Array:
         own = varying(jnp.broadcast_to(x, (16,)), ("pp", "dp", "ep", "cp"))

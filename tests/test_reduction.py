@@ -13,7 +13,7 @@ from tiny import RATE, assert_shards, batch, check_equivalent, config, gradients
 from tiny import reference_gradients as plain
 
 from jax5d.config import ConfigError, MeshConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig, check
-from jax5d.costs.communication import check_bucket
+from jax5d.costs.parameter_traffic import check_bucket
 from jax5d.mesh import make_mesh
 from jax5d.train.step import Trainer
 

@@ -219,7 +219,16 @@ def test_refusals(words, said, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-COMPILES_FOR_GPUS = {"llama_1b_memory", "memory_buckets", "one_gpu_limit", "overlap", "recompute", "zero_1", "zero_2_3"}
+COMPILES_FOR_GPUS = {
+    "llama_1b_memory",
+    "memory_buckets",
+    "one_gpu_limit",
+    "overlap",
+    "recompute",
+    "tensor_parallel",
+    "zero_1",
+    "zero_2_3",
+}
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in registry.entries() if entry.name != "gpt2"])

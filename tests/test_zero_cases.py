@@ -38,9 +38,9 @@ from tiny import reference_gradients as plain
 
 from jax5d.config import MeshConfig, ParallelConfig
 from jax5d.mesh import make_mesh
+from jax5d.parallel.cuts import Cut
 from jax5d.parallel.data import varying
 from jax5d.parallel.reduction import make_reduction
-from jax5d.parallel.zero import Cut
 from jax5d.train.optimizer import decay_mask
 from jax5d.train.step import Trainer
 
@@ -135,7 +135,8 @@ def test_sums_of_bfloat16_gradients(stage: int) -> None:
     """
     mesh, specs = make_mesh(MeshConfig(dp=8), jax.devices()[:8]), {"outer": {"w": P()}, "blocks": {}}
     cuts = {"outer": {"w": Cut(("dp",), -1, 16)}, "blocks": {}}
-    reduction = make_reduction(ParallelConfig(zero=stage), specs, cuts, ())
+    summed = {"outer": {"w": ("pp", "dp", "ep", "cp")}, "blocks": {}}
+    reduction = make_reduction(ParallelConfig(zero=stage), specs, summed, cuts)
 
     def body(terms: jax.Array) -> jax.Array:
         spread = varying(jnp.broadcast_to(terms.reshape(-1, 1), (terms.size, 16)), ("pp", "dp", "ep", "cp"))

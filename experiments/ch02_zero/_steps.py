@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import optax
 
 from jax5d.mesh import DATA_AXES
+from jax5d.parallel.cuts import Cut, gather, scatter
 from jax5d.parallel.data import sum_over_shards, varying
-from jax5d.parallel.zero import Cut, gather, scatter
 
 Tree = Any
 Batch = tuple[jax.Array, jax.Array]

@@ -7,9 +7,12 @@ devices differ).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from math import prod
+
+from jax5d.config import AXES, MeshConfig
 
 
 @dataclass(frozen=True, order=True)
@@ -43,6 +46,16 @@ def wire_bytes(op: str, payload: int, n: int, pairs: int | None = None) -> Fract
         "ppermute": Fraction(n if pairs is None else pairs, n),
     }
     return factors[op] * payload
+
+
+def sent(
+    mesh: MeshConfig, op: str, axes: tuple[str, ...], payload: int, count: int, pairs: int | None = None
+) -> Iterator[Collective]:
+    """`count` collectives of `payload` operand bytes each over axes of a mesh; none where it has one device there."""
+    axes = tuple(a for a in AXES if a in axes and getattr(mesh, a) > 1)
+    n = prod(getattr(mesh, a) for a in axes)
+    if axes and count:
+        yield Collective(op, axes, count, payload * count, wire_bytes(op, payload, n, pairs) * count)
 
 
 def merge(entries: Iterable[Collective]) -> list[Collective]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, prod
+from math import ceil
 
-from jax5d.config import AXES, ConfigError, RunConfig
-from jax5d.costs.collectives import Collective, merge, wire_bytes
-from jax5d.costs.parameters import BYTES, FLOAT32, INT32, Axes, Leaf, Piece, leaves
-from jax5d.costs.zero import Shares
+from jax5d.config import AXES, RunConfig
+from jax5d.costs.collectives import Collective, merge, sent
+from jax5d.costs.parameter_traffic import ParameterTraffic
+from jax5d.costs.parameters import BYTES, FLOAT32, INT32
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,12 @@ class StepTraffic:
         """Ticks with a forward pass, and as many with a backward pass: M + p - 1."""
         return self.config.parallel.microbatches + self.config.mesh.pp - 1
 
-    @cached_property
-    def shares(self) -> Shares:
-        """What ZeRO cuts."""
-        return Shares(self.config)
-
     def table(self) -> list[Collective]:
         """All collectives of the step, added up by op and axes; axes of size 1 are left out."""
         return merge([*self._forward(), *self._head(), *self._backward(), *self._once()])
 
     def _of(self, op: str, axes: tuple[str, ...], payload: int, count: int, pairs: int | None = None) -> Iterator:
-        axes = tuple(a for a in AXES if a in axes and getattr(self.config.mesh, a) > 1)
-        n = prod(getattr(self.config.mesh, a) for a in axes)
-        if axes and count:
-            yield Collective(op, axes, count, payload * count, wire_bytes(op, payload, n, pairs) * count)
+        return sent(self.config.mesh, op, axes, payload, count, pairs)
 
     def _enter(self, features: int, count: int) -> Iterator[Collective]:
         """Into a tensor-parallel region, `features` bytes a token: only sequence parallelism has anything to gather."""
@@ -194,107 +186,11 @@ class StepTraffic:
 
     def _once(self) -> Iterator[Collective]:
         """The gradients reduced, ZeRO's parameters gathered, and scalars once a step."""
-        m, pieces = self.config.model, list(self.shares.pieces())
-        for leaf, piece in pieces:
-            layers = self.shares.layers if leaf.stacked else 1
-            yield from self._scattered(piece, layers)
-            yield from self._parameters(leaf, piece, layers)
-        yield from self._reduction(pieces)
-        yield from self._noise([leaf for leaf, _ in pieces])
-        for axes in {frozenset(piece.split) for _, piece in pieces}:
-            yield from self._of("psum", tuple(axes), FLOAT32, 1)  # the norm
+        m = self.config.model
+        yield from ParameterTraffic(self.config).entries()
         yield from self._of("psum", ("dp", "ep", "cp"), INT32, 1)  # valid tokens
         yield from self._of("psum", ("dp", "ep", "cp"), FLOAT32, 1)  # loss
         if m.experts:
             yield from self._of("psum", ("pp",), FLOAT32, 2)  # auxiliary and z loss
             yield from self._of("psum", ("pp",), m.experts * INT32, 1)  # load
             yield from self._of("psum", AXES, INT32, 1)  # dropped tokens
-
-    def _scattered(self, piece: Piece, layers: int) -> Iterator[Collective]:
-        """A leaf's gradients into pieces, each layer's by itself: at stage 1 of their sum, later of each microbatch."""
-        whole = piece.size // layers * prod(getattr(self.config.mesh, a) for a in piece.axes)
-        times = self.ticks if self.shares.stage >= 2 else 1
-        yield from self._of("psum_scatter", piece.axes, whole * BYTES[self.config.parallel.accumulate], times * layers)
-
-    def _parameters(self, leaf: Leaf, piece: Piece, layers: int) -> Iterator[Collective]:
-        """Whole leaves of pieces, once: after the update, or at stage 3 before the step, but for the layers there."""
-        if self.shares.stage == 3 and leaf.stacked:
-            count = self.ticks * layers + (self._regathers if self._read_again(leaf) else 0)
-            yield from self._of("all_gather", piece.axes, piece.size // layers * self.width, count)
-        else:
-            yield from self._of("all_gather", piece.axes, piece.size * self.width, 1)
-
-    @property
-    def _regathers(self) -> int:
-        """Layers that stage 3 gathers for backward passes: in each L, and the first again, as its loop runs ahead by
-        one to the end. One less where a forward pass stands right before it, whose last layer is there still: in M
-        ticks of 1F1B."""
-        parallel = self.config.parallel
-        there = parallel.microbatches if parallel.schedule == "1f1b" else 0
-        return self.ticks * (self.shares.layers + 1) - there if parallel.regather else 0
-
-    def _read_again(self, leaf: Leaf) -> bool:
-        """Whether a layer's backward pass reads the leaf: biases only to compute again what was not kept."""
-        parallel = self.config.parallel
-        saved = {"mlp.b_in": "mlp_in" in parallel.save, "mlp.b_out": True}
-        saved |= dict.fromkeys(("attention.b_q", "attention.b_kv"), "qkv" in parallel.save)
-        again = parallel.remat == "full" and not saved.get(leaf.name.removeprefix("blocks."), False)
-        return again or not (leaf.name.endswith(".bias") or ".b_" in leaf.name)
-
-    def _reduction(self, pieces: list[tuple[Leaf, Piece]]) -> Iterator[Collective]:
-        """Gradients, of ZeRO their pieces, summed as `parallel.reduction` says over all that has parts of the sum."""
-        parallel = self.config.parallel
-        groups: dict[tuple[Axes, Axes], int] = {}
-        for leaf, piece in pieces:
-            axes = tuple(a for a in self._reduced(leaf) if a not in piece.axes)
-            groups[axes, leaf.axes] = groups.get((axes, leaf.axes), 0) + piece.size
-            layers = self.shares.layers if leaf.stacked else 1
-            if parallel.reduction == "overlap":
-                yield from self._all_reduce(axes, piece.size // layers, layers)
-            elif parallel.reduction == "leaf":
-                yield from self._all_reduce(axes, piece.size, 1)
-        width = BYTES[parallel.accumulate]
-        for (axes, _), size in groups.items() if parallel.reduction in ("bucket", "single") else ():
-            bucket = size if parallel.reduction == "single" else max(1, int(parallel.bucket_mb * 1e6 / width))
-            yield from self._all_reduce(axes, bucket, size // bucket)
-            yield from self._all_reduce(axes, size % bucket, 1 if size % bucket else 0)
-
-    def _all_reduce(self, axes: Axes, size: int, count: int) -> Iterator[Collective]:
-        """`count` sums of `size` elements each: psum, or 2 (n-1) steps of a ring with a chunk in each."""
-        parallel = self.config.parallel
-        width, n = BYTES[parallel.accumulate], prod(getattr(self.config.mesh, a) for a in axes)
-        hosts = n // parallel.inner
-        chunk = ceil(size / n)
-        if parallel.all_reduce == "psum":
-            yield from self._of("psum", axes, size * width, count)
-        elif parallel.all_reduce == "ring":
-            yield from self._of("ppermute", axes, chunk * width, count * 2 * (n - 1))
-        elif parallel.all_reduce == "two_way_ring":
-            yield from self._of("ppermute", axes, ceil(size / (2 * n)) * width, count * 4 * (n - 1))
-        else:
-            yield from self._of("ppermute", axes, hosts * chunk * width, count * 2 * (parallel.inner - 1))
-            yield from self._of("ppermute", axes, chunk * width, count * 2 * (hosts - 1))
-
-    def _noise(self, every: list[Leaf]) -> Iterator[Collective]:
-        """Two squares for each set of axes over which gradients of whole sequences are summed, if there are several."""
-        sizes = vars(self.config.mesh)
-        for reduced, split in {(self._reduced(leaf), leaf.axes) for leaf in every}:
-            large = {a for a in reduced if sizes[a] > 1}
-            if large <= {"dp", "ep"} and (large or self.config.parallel.microbatches > 1):
-                yield from self._of("psum", (*reduced, *split), 2 * FLOAT32, 1)
-
-    def _reduced(self, leaf: Leaf) -> Axes:
-        shared = ("tp",) if leaf.shared else ()
-        return tuple(a for a in AXES if a in ("pp", *self._token_axes, *shared) and a not in leaf.axes)
-
-
-def check_bucket(config: RunConfig) -> None:
-    """Raise `ConfigError` where reduction=bucket would have a bucket that all gradients of a device do not fill."""
-    parallel = config.parallel
-    elements = sum(leaf.local_size(config.mesh) for leaf in leaves(config.model, config.mesh))
-    total = elements * BYTES[parallel.accumulate] / 1e6
-    if parallel.reduction == "bucket" and parallel.bucket_mb > total:
-        raise ConfigError(
-            f"parallel.bucket_mb={parallel.bucket_mb} is larger than all gradients of a device, {total:.3f} MB; write "
-            f"--parallel.bucket_mb {total / 4:.2g}, or --parallel.reduction single for one buffer"
-        )

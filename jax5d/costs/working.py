@@ -242,13 +242,8 @@ class Working:
 
     @property
     def _heads(self) -> int:
-        """The same of our own attention: q, k and v; of one row, and where tokens were gathered, q alone. Without a
-        loop they take their own place."""
-        a = self._kept
-        if self.config.parallel.remat == "full" or not self._own_attention:
-            return 0
-        gathered = self.config.parallel.sequence and self.config.mesh.tp > 1
-        return a.heads if a.rows == 1 or gathered else a.heads + 2 * a.keys
+        """The same of our own attention: queries. Without a loop they take their own place."""
+        return self._kept.heads if self._own_attention and self.config.parallel.remat != "full" else 0
 
     @property
     def _loop(self) -> bool:

@@ -22,10 +22,10 @@ from jax import lax
 
 from jax5d.config import ParallelConfig
 from jax5d.parallel.agree import agreed
+from jax5d.parallel.cuts import Cut, any_cut, scatter, zero_pieces
 from jax5d.parallel.data import cast, is_axes, is_spec, spec_axes, squares, zeros_of
 from jax5d.parallel.ring import ring_all_reduce, two_level_all_reduce, two_way_ring_all_reduce
 from jax5d.parallel.stack import Back, Stack, add, get, put
-from jax5d.parallel.zero import Cut, any_cut, scatter, zero_pieces
 
 Tree = Any
 AllReduce = Callable[[jax.Array, tuple[str, ...]], jax.Array]

@@ -117,7 +117,7 @@ def only_where(valid: jax.Array, tree: Tree) -> Tree:
 
 
 def ascend(weights: Weights, step: Callable[[Any, Tree, Any], tuple[Any, Tree]], carry: Any) -> tuple[Any, Tree, Hand]:
-    """Walk up the layers: step(carry, params, at) -> (carry, sums), any trees. The last layers have nothing more to fetch.
+    """Walk up the layers: step(carry, params, at) -> (carry, sums), any trees. The last layers have no more to fetch.
 
     Returns:
         The carry, the sums over layers, and what was fetched of the last layer.

@@ -2,8 +2,7 @@
 
 Rajbhandari et al., arXiv:1910.02054, section 5. Stage 1 cuts the optimizer's state and the parameters that it updates,
 stage 2 also the sums of gradients, stage 3 also the parameters that the model computes with (FSDP; Zhao et al.,
-arXiv:2304.11277). A leaf is cut along one dim, over every data axis that its spec does not name, and each device owns
-one piece: `scatter` brings it the piece's summed gradient, `gather` gives all devices the whole leaf again.
+arXiv:2304.11277). How a leaf is cut, and its pieces travel, is in `jax5d.parallel.cuts`.
 
 At stage 3 a layer is gathered while the layer before it is at work (`Gathered`). Sharding over some of the data axes
 only (`parallel.zero_axes`) is hybrid sharding: pieces are then alike along the others, and gradients summed there.
@@ -12,131 +11,17 @@ only (`parallel.zero_axes`) is hybrid sharding: pieces are then alike along the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, prod
-from typing import Any, ClassVar, NamedTuple
+from math import prod
+from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from jax5d.config import AXES, RunConfig
-from jax5d.parallel.data import is_spec, spec_axes, zeros_of
+from jax5d.parallel.cuts import Cut, cut_of, gather, is_cut, padded, stored_spec
+from jax5d.parallel.data import is_spec
 from jax5d.parallel.stack import Hand, Resident, Weights, get
 
 Tree = Any
-
-
-class Cut(NamedTuple):
-    """Where a leaf is cut."""
-
-    axes: tuple[str, ...]
-    """Mesh axes over which its pieces lie; none leaves it whole."""
-    dim: int
-    """Counted from the end, so that it is the same for a stack of layers and for one of them."""
-    size: int
-    """Of that dim before it is cut, on one device."""
-
-
-def _is_cut(x: object) -> bool:
-    return isinstance(x, Cut)
-
-
-def cut_of(shape: tuple[int, ...], spec: P, axes: tuple[str, ...], sizes: dict[str, int]) -> Cut:
-    """The cut of a leaf over those of `axes` that its spec does not name: along the dim that needs least padding.
-
-    Of equals the first. A dim that is split already is cut only where no padding is needed, since padding would move
-    the split. Layers are never cut: a spec that begins with "pp" is a stack's.
-    """
-    axes = tuple(a for a in axes if a not in spec_axes(spec))
-    n, parts = prod(sizes[a] for a in axes), _parts(spec, len(shape))
-    found = []
-    for i in range(1 if spec and spec[0] == "pp" else 0, len(shape)):
-        split = prod(sizes[a] for a in parts[i])
-        local = shape[i] // split
-        if split == 1 or local % n == 0:
-            found.append((ceil(local / n) * n / local, i, local))
-    if not axes or not found:
-        return Cut((), -1, 0)
-    _, i, local = min(found)
-    return Cut(axes, i - len(shape), local)
-
-
-def _parts(spec: P, rank: int) -> list[tuple[str, ...]]:
-    """The axes that a spec names for each dim."""
-    named = [() if p is None else (p,) if isinstance(p, str) else tuple(p) for p in spec]
-    return named + [()] * (rank - len(named))
-
-
-def stored_spec(spec: P, cut: Cut, rank: int) -> P:
-    """The spec of a cut leaf: the cut's axes behind those that split its dim already."""
-    if not cut.axes:
-        return spec
-    parts = _parts(spec, rank)
-    parts[cut.dim] += cut.axes
-    return P(*(p if len(p) > 1 else p[0] if p else None for p in parts))
-
-
-def padded(x: jax.Array, cut: Cut, n: int) -> jax.Array:
-    """Zeros behind the cut dim of a whole leaf, up to the next multiple of `n`."""
-    if not cut.axes:
-        return x
-    dim = cut.dim % x.ndim
-    return jnp.pad(x, [(0, -x.shape[i] % n if i == dim else 0) for i in range(x.ndim)])
-
-
-@jax.named_scope("zero_gather")
-def gather(tree: Tree, cuts: Tree, dtype: Any, *, alike: bool = False) -> Tree:
-    """The whole leaves of pieces, cast to `dtype` first: all_gather over each cut's axes.
-
-    Bytes over n devices: (n-1)/n of the padded leaf in `dtype`. Transpose: `scatter`.
-
-    Args:
-        alike: type the result as the same on every device of a cut's axes, as a state needs it.
-    """
-
-    def one(cut: Cut, x: jax.Array) -> jax.Array:
-        x = x.astype(dtype)
-        if not cut.axes:
-            return x
-        dim = cut.dim % x.ndim
-        whole = lax.all_gather(x, cut.axes, axis=dim, tiled=True, **({"to": "invarying"} if alike else {}))
-        return lax.slice_in_dim(whole, 0, cut.size, axis=dim)
-
-    return jax.tree.map(one, cuts, tree, is_leaf=_is_cut)
-
-
-@jax.named_scope("zero_scatter")
-def scatter(tree: Tree, cuts: Tree) -> Tree:
-    """Sums of whole leaves over each cut's axes, of which a device keeps its piece: psum_scatter.
-
-    Bytes over n devices: (n-1)/n of the padded leaf. Transpose: `gather`.
-    """
-
-    def one(cut: Cut, x: jax.Array) -> jax.Array:
-        if not cut.axes:
-            return x
-        x = padded(x, cut, lax.axis_size(cut.axes))
-        return lax.psum_scatter(x, cut.axes, scatter_dimension=cut.dim % x.ndim, tiled=True)
-
-    return jax.tree.map(one, cuts, tree, is_leaf=_is_cut)
-
-
-def any_cut(cuts: Tree) -> bool:
-    """Whether any leaf is cut."""
-    return any(cut.axes for cut in jax.tree.leaves(cuts, is_leaf=_is_cut))
-
-
-def zero_pieces(tree: Tree, cuts: Tree) -> Tree:
-    """Zeros in the shapes of the pieces of whole leaves."""
-
-    def one(cut: Cut, x: jax.Array) -> jax.Array:
-        kind, shape = jax.typeof(x), list(x.shape)
-        if cut.axes:
-            shape[cut.dim] = ceil(cut.size / lax.axis_size(cut.axes))
-        return zeros_of(kind.update(shape=tuple(shape)))
-
-    return jax.tree.map(one, cuts, tree, is_leaf=_is_cut)
 
 
 @dataclass(frozen=True)
@@ -204,7 +89,7 @@ class Zero:
         def one(cut: Cut, x: jax.Array) -> jax.Array:
             return padded(x, cut, prod(self.sizes[a] for a in cut.axes))
 
-        return jax.tree.map(one, self.cuts, params, is_leaf=_is_cut)
+        return jax.tree.map(one, self.cuts, params, is_leaf=is_cut)
 
     def replica(self, params: Tree) -> Tree:
         """The copy to compute with, the same on all replicas, from this device's pieces."""

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax5d.config import RunConfig
-from jax5d.costs.communication import check_bucket
+from jax5d.costs.parameter_traffic import check_bucket
 from jax5d.mesh import DEVICE, check_memory, make_mesh, memories, placed
 from jax5d.models.build import BATCH_SPEC, Model
 from jax5d.parallel import pipeline
