@@ -156,10 +156,11 @@ class ByHand:
         return ceil(whole / ((2 * c.layers + 1) * c.d_model * self.width))
 
     def messages(self, way: str) -> int:
-        """Steps of all rings: leaves gathered one by one, or sums, which go round twice."""
-        c, llama = self.model, self.model.architecture == "llama"
-        leaves = c.layers * (8 if llama else 14) + (2 if llama else 4) + (0 if c.tied else 1)
-        return (leaves if way == "zero" else 2 * (2 * c.layers + 3)) * (self.n - 1)
+        """Steps of all rings: each matrix and table gathered alone and all else of a layer together, or the last norm,
+        with positions; or sums, which go round twice."""
+        c = self.model
+        gathers = c.layers * (7 if c.architecture == "llama" else 6) + (2 if c.tied else 3)
+        return (gathers if way == "zero" else 2 * (2 * c.layers + 3)) * (self.n - 1)
 
     def seconds(self, way: str, rows: int, tokens: int, seen: int) -> Seconds:
         """Of one pass: every weight's product, and scores and values of `seen` tokens."""

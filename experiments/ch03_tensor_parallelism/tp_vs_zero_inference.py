@@ -10,7 +10,8 @@ once on gathering sends less, which is a few prompts: then a prefill with nothin
 Both hold 1/n of the weights and of the cache of keys and values. Tensor parallelism (Megatron-LM, arXiv:1909.08053;
 for inference Pope et al., arXiv:2211.05102, section 3.2, which derive the same turn from activations to gathered
 weights) reads 1/n of the weights for a token and sums activations of the whole batch; ZeRO-3 (arXiv:1910.02054) gives
-each GPU its own sequences and sends it all weights, however few the sequences are.
+each GPU its own sequences and sends it all weights, however few the sequences are. (Where a whole copy fits beside the
+cache, replicas that send nothing are the third way; this is about models that must be shared out.)
 
 Times are given twice, by data sheets: a bound in which all but the longest of products, reads and sends is hidden, and
 one with nothing hidden and 3.4 us for each step of a ring. The decode claim sets tensor parallelism's slower time
@@ -205,29 +206,25 @@ def _compiled_table(rows: list[Compiled]) -> Table:
 
 
 def _decode_table(serving: Serving, batches: tuple[int, ...]) -> Table:
-    ways = ("tp", "ZeRO-3")
-    columns = [f"{what}, {way}" for what in ("tokens/s", "MB sent a token", "GB held") for way in ways]
-    title = (
-        f"{serving.model.name} on {serving.n} {serving.chip.name}s by formula; tokens/s with nothing hidden, at most"
-    )
-    table = Table("sequences", *columns, title=title)
+    title = f"{serving.model.name} on {serving.n} GPUs ({serving.chip.name}) by formula; from nothing hidden to at most"
+    columns = ("tokens/s: tp", "ZeRO-3", "MB sent a token: tp", "ZeRO-3", "GB held: tp", "ZeRO-3")
+    table = Table("batch", *columns, title=title)
     for batch in batches:
         found = [_decode_metrics(serving, way, batch) for way in WAYS]
         speeds = [
             f"{f['tokens_per_second']['nothing_hidden']:.0f}, {f['tokens_per_second']['most']:.0f}" for f in found
         ]
-        sent = [f"{f['sent_per_token'] / 1e6:.3g}" for f in found]
+        sent = [f"{f['sent_per_token'] / 1e6:.4g}" for f in found]
         held = [f"{sum(f['bytes'].values()) / GB:.1f}" for f in found]
         table.add_row(str(batch), *speeds, *sent, *held)
     return table
 
 
 def _prefill_table(serving: Serving) -> Table:
-    columns = [f"{what}, {way}" for what in ("ms", "MB sent a token") for way in ("tp", "ZeRO-3")]
-    title = f"Prefill of {serving.n} prompts: milliseconds at least, with nothing hidden"
-    table = Table("tokens at once", *columns, title=title)
+    title = f"Prefill of {serving.n} prompts by formula; milliseconds from at least to nothing hidden"
+    table = Table("tokens at once", "ms: tp", "ZeRO-3", "MB sent a token: tp", "ZeRO-3", title=title)
     for length in prompt_lengths(serving)[4:]:
         found = [_prefill_metrics(serving, way, length) for way in WAYS]
-        times = [f"{1e3 * f['seconds']['bound']:.1f}, {1e3 * f['seconds']['nothing_hidden']:.1f}" for f in found]
+        times = [f"{1e3 * f['seconds']['bound']:.1f}-{1e3 * f['seconds']['nothing_hidden']:.1f}" for f in found]
         table.add_row(str(serving.n * length), *times, *(f"{f['sent_per_token'] / 1e6:.3g}" for f in found))
     return table

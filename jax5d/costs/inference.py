@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 from jax5d.config import AXES, ConfigError, RunConfig
 from jax5d.costs.cluster import host_link, network_link
-from jax5d.costs.collectives import Collective, merge, wire_bytes
+from jax5d.costs.collectives import Collective, merge, sent
 from jax5d.costs.gpus import Gpu
 from jax5d.costs.links import Link, all_gather, ring_all_reduce
+from jax5d.costs.parameter_traffic import messages
 from jax5d.costs.parameters import BYTES, FLOAT32, INT32, Leaf, leaves
 from jax5d.costs.zero import Shares
 
@@ -190,10 +191,7 @@ class Pass:
         return merge([*self._sums(), *self._choice(), *self._gathers()])
 
     def _of(self, op: str, axes: tuple[str, ...], payload: int, count: int) -> Iterator[Collective]:
-        axes = tuple(a for a in axes if getattr(self.config.mesh, a) > 1)
-        n = prod(getattr(self.config.mesh, a) for a in axes)
-        if axes:
-            yield Collective(op, axes, count, payload * count, wire_bytes(op, payload, n) * count)
+        return sent(self.config.mesh, op, axes, payload, count)
 
     def _sums(self) -> Iterator[Collective]:
         """Tensor parallelism: the stream of the new tokens, after the embedding and twice a layer."""
@@ -204,8 +202,7 @@ class Pass:
     def _choice(self) -> Iterator[Collective]:
         """The next token of each sequence: the largest logit and its id; before them what a cut needs."""
         cuts = self.top_k + self.top_p
-        if cuts:
-            yield from self._of("psum", ("tp",), self.own_rows * DIGITS * FLOAT32, ROUNDS * cuts)
+        yield from self._of("psum", ("tp",), self.own_rows * DIGITS * FLOAT32, ROUNDS * cuts)
         if self.top_p:  # its probabilities
             yield from self._of("pmax", ("tp",), self.own_rows * FLOAT32, 1)
             yield from self._of("psum", ("tp",), self.own_rows * FLOAT32, 1)
@@ -213,11 +210,13 @@ class Pass:
         yield from self._of("pmax", ("tp",), self.own_rows * INT32, 1)
 
     def _gathers(self) -> Iterator[Collective]:
-        """ZeRO-3: every leaf once, of the layers each by itself."""
+        """ZeRO-3: every leaf once, of the layers each by itself; small ones travel together."""
         shares = Shares(self.config)
-        for leaf, piece in shares.pieces() if shares.stage == 3 else ():
-            layers = shares.layers if leaf.stacked else 1
-            yield from self._of("all_gather", piece.axes, piece.size // layers * _width(self.config), layers)
+        pieces = list(shares.pieces()) if shares.stage == 3 else []
+        for stacked, layers in ((True, shares.layers), (False, 1)):
+            for message in messages([x for x in pieces if x[0].stacked == stacked], lambda _, piece: piece.size):
+                size = sum(piece.size for _, piece in message) // layers
+                yield from self._of("all_gather", message[0][1].axes, size * _width(self.config), layers)
 
     @cached_property
     def wire_bytes(self) -> float:
