@@ -81,7 +81,7 @@ class Compiled:
         return found.weights + found.cache + 2 * step.own_rows * INT32
 
     def checks(self) -> list[Check]:
-        """Arguments to the byte, of a step all bytes; every collective; what can be hidden and what cannot."""
+        """Arguments to the byte, of a step all bytes; every collective; of a prefill that tp's sums hide nowhere."""
         found = [
             Check.equal(f"bytes of arguments, compiled, {self.name}", self.memory.arguments, self.arguments),
             Check.equal(f"collectives that differ from theory, {self.name}", self.differing, 0),
@@ -92,11 +92,7 @@ class Compiled:
             return [*found, Check.equal(name, total, peak, LIMIT * peak)]
         if self.way == "tp":
             return [*found, Check.equal(f"share of bytes under products, {self.name}", self.hidden, 0)]
-        hand = self.serving.by_hand
-        layers = self.serving.model.layers
-        limit = 1 - (layers - 1) * hand.layer(1, self.serving.model.groups) / hand.parameters
-        name = f"share not under products, below outer leaves and a layer, {self.name}"
-        return [*found, Check.below(name, 1 - self.hidden, limit + 1e-3)]
+        return found
 
     def metrics(self) -> dict[str, Any]:
         """For result.json."""

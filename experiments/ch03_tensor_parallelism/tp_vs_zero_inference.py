@@ -4,8 +4,8 @@ Claim: a new token sends 2 (2 L + 1) (n-1)/n activations of a sequence by tensor
 by ZeRO-3, so a decode step is faster by tensor parallelism at every batch that fits. From about N / (4 L d) tokens at
 once on gathering sends less, which is a few prompts: then a prefill with nothing hidden is faster by ZeRO-3.
 
-    python run_experiment.py tp_vs_zero_inference            about 1 minute on 2 CPU cores: 8 fake devices, no GPU
-    python run_experiment.py tp_vs_zero_inference --quick    half a minute: 4 fake devices
+    python run_experiment.py tp_vs_zero_inference            half a minute on 2 CPU cores: 8 fake devices, no GPU
+    python run_experiment.py tp_vs_zero_inference --quick    20 seconds: 4 fake devices
 
 Both hold 1/n of the weights and of the cache of keys and values. Tensor parallelism (Megatron-LM, arXiv:1909.08053;
 for inference Pope et al., arXiv:2211.05102, section 3.2, which derive the same turn from activations to gathered
@@ -14,13 +14,16 @@ each GPU its own sequences and sends it all weights, however few the sequences a
 cache, replicas that send nothing are the third way; this is about models that must be shared out.)
 
 Times are given twice, by data sheets: a bound in which all but the longest of products, reads and sends is hidden, and
-one with nothing hidden and 3.4 us for each step of a ring. The decode claim sets tensor parallelism's slower time
-against ZeRO-3's bound. As the compiler schedules them, no sum of tensor parallelism runs under a product, since each
-waits for the one before it, and nearly all of a prefill's gathers do.
+one with nothing hidden and 3.4 us for each step of a ring. The compiler's schedule says which is nearer: no sum of
+tensor parallelism runs under a product, since each waits for the one before; for H100s 91 % of the gathered bytes do.
 
-Expected of llama-9b on 8 H100s: for one sequence at least 34 ms a token by ZeRO-3, all of it the wire, and 0.7 to 4 ms
-by tensor parallelism; for 256 sequences of 4096 tokens, which fill the memory, 34 and 21 to 25 ms. Both send alike for
-16,640 tokens at once: 8 prompts of 2080. A decode step never has as many: 300 sequences fit.
+Expected of llama-9b on 8 H100s: for one sequence 34 to 45 ms a token by ZeRO-3, the wire's, and 0.7 to 4 ms by tensor
+parallelism; for 256 sequences of 4096 tokens, which nearly fill the memory, 34 to 65 and 21 to 25 ms. Both send alike
+for 16,640 tokens at once: 8 prompts of 2080. A decode step never has as many: 300 sequences fit. The times of prefills
+cross there too, at 16,384 tokens with all hidden but the longest and near 18,000 with nothing hidden.
+
+Where models are small and contexts short the order is closer: of gpt2-medium 6728 sequences of 1024 tokens fit, twice
+the 3536 that send alike, a decode step of them takes as long either way with nothing hidden, and the claim fails.
 """
 
 from __future__ import annotations
@@ -144,20 +147,30 @@ def _formula_checks(serving: Serving, batches: tuple[int, ...], firsts: dict[str
     for way, step in passes:
         parts = zip(step.seconds(serving.chip), hand.seconds(way, step.rows, step.tokens, step.seen), strict=True)
         wrong = max(wrong, *(abs(a / b - 1) for a, b in parts))
-    fitting = [b for b in batches if b <= min(serving.most(way) for way in WAYS)]
-    times = {way: [serving.decode(way, b).seconds(serving.chip) for b in fitting] for way in WAYS}
-    slower = sum(a.in_turn >= b.bound for a, b in zip(times["tp"], times["zero"], strict=True))
-    tp, zero = (serving.prefill(way, context).seconds(serving.chip).in_turn for way in ("tp", "zero"))
     alike, layers = firsts["bytes on the wire"], serving.model.layers
     rule = hand.parameters / (4 * layers * serving.model.d_model)
-    most = max(serving.most(way) for way in WAYS)
+    tp, zero = (serving.prefill(way, context).seconds(serving.chip).in_turn for way in ("tp", "zero"))
     return [
         Check.equal("relative difference of theory's seconds from those by hand, all passes", wrong, 0, 1e-9),
-        Check.equal(f"batches of {len(fitting)} at which tp's slower time is not below ZeRO-3's bound", slower, 0),
+        *_decode_checks(serving, batches),
         Check.equal(f"shortest of {n} prompts that are more to send than the weights", alike, hand.first()),
         Check.equal("tokens of them, against N / 4 L d", n * alike, rule, rule / (2 * layers + 1) + n),
-        Check.below("sequences that fit, against these tokens", most, n * alike),
         Check.below(f"prefill of {n} prompts of {context}, nothing hidden: ZeRO-3's time over tp's", zero / tp, 1),
+    ]
+
+
+def _decode_checks(serving: Serving, batches: tuple[int, ...]) -> list[Check]:
+    """At every batch that fits, and the most that do."""
+    most = min(serving.most(way) for way in WAYS)
+    sizes = [*(b for b in batches if b < most), most]
+    tp, zero = ([serving.decode(way, b).seconds(serving.chip) for b in sizes] for way in ("tp", "zero"))
+    ratios = {
+        "all hidden but the longest": max(a.bound / b.bound for a, b in zip(tp, zero, strict=True)),
+        "nothing hidden": max(a.in_turn / b.in_turn for a, b in zip(tp, zero, strict=True)),
+    }
+    where = f"of {len(sizes)} batches up to {most}"
+    return [
+        Check.below(f"decode step, {name}: tp's time over ZeRO-3's, most {where}", r, 1) for name, r in ratios.items()
     ]
 
 
