@@ -19,6 +19,17 @@ Pairs = list[tuple[Leaf, Piece]]
 """Leaves with a device's pieces of them."""
 
 
+def messages(pieces: Pairs, size: Callable[[Leaf, Piece], int]) -> list[Pairs]:
+    """Cut leaves that travel together: those of the same axes that have at most 1/16 of the largest's elements."""
+    largest = max((size(*pair) for pair in pieces), default=0)
+    together: dict[str | Axes, Pairs] = {}
+    for leaf, piece in pieces:
+        if piece.axes:
+            alone = size(leaf, piece) * 16 > largest
+            together.setdefault(leaf.name if alone else piece.axes, []).append((leaf, piece))
+    return list(together.values())
+
+
 @dataclass(frozen=True)
 class ParameterTraffic:
     """The collectives of one training step that carry parameters, their gradients, or sums of their squares."""
@@ -54,21 +65,11 @@ class ParameterTraffic:
     def _of(self, op: str, axes: tuple[str, ...], payload: int, count: int) -> Iterator[Collective]:
         return sent(self.config.mesh, op, axes, payload, count)
 
-    def _messages(self, pieces: Pairs, size: Callable[[Leaf, Piece], int]) -> list[Pairs]:
-        """Cut leaves that travel together: those of the same axes that have at most 1/16 of the largest's elements."""
-        largest = max(size(*pair) for pair in pieces)
-        messages: dict[str | Axes, Pairs] = {}
-        for leaf, piece in pieces:
-            if piece.axes:
-                alone = size(leaf, piece) * 16 > largest
-                messages.setdefault(leaf.name if alone else piece.axes, []).append((leaf, piece))
-        return list(messages.values())
-
     def _scattered(self, pieces: Pairs, layers: int) -> Iterator[Collective]:
         """Gradients into pieces, each layer's by itself: at stage 1 of their sum, later of each microbatch."""
         times = (self.ticks if self.shares.stage >= 2 else 1) * layers
         width = BYTES[self.config.parallel.accumulate]
-        for message in self._messages(pieces, lambda leaf, _: leaf.local_size(self.config.mesh)):
+        for message in messages(pieces, lambda leaf, _: leaf.local_size(self.config.mesh)):
             axes = message[0][1].axes
             whole = sum(piece.size for _, piece in message) * prod(getattr(self.config.mesh, a) for a in axes)
             yield from self._of("psum_scatter", axes, whole // layers * width, times)
@@ -87,7 +88,7 @@ class ParameterTraffic:
 
     def _gathered(self, pieces: Pairs, layers: int, times: Callable[[Pairs], int]) -> Iterator[Collective]:
         """Messages of the parts of a layer in the pieces of `layers` of them."""
-        for message in self._messages(pieces, lambda _, piece: piece.size):
+        for message in messages(pieces, lambda _, piece: piece.size):
             size = sum(piece.size for _, piece in message) // layers
             yield from self._of("all_gather", message[0][1].axes, size * self.width, times(message))
 
