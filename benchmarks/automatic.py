@@ -137,9 +137,9 @@ def _layer(x: jax.Array, p: Tree, *, at: At, program: Program) -> tuple[jax.Arra
 
 def _attention(x: jax.Array, p: Tree, at: At, program: Program) -> jax.Array:
     """Causal attention, [b, s, d] -> [b, s, d]."""
-    q = at(jnp.einsum("bsd,dnh->bsnh", x, p["w_q"]) + p["b_q"][None, None], "dp", None, "tp", None)
-    kv = jnp.einsum("bsd,dcnh->cbsnh", x, p["w_kv"]) + p["b_kv"][:, None, None]
-    k, v = at(kv, None, "dp", None, "tp", None)
+    weights, biases = (p["w_q"], *p["w_kv"]), (p["b_q"], *p["b_kv"])
+    products = (jnp.einsum("bsd,dnh->bsnh", x, w) + b[None, None] for w, b in zip(weights, biases, strict=True))
+    q, k, v = (at(y, "dp", None, "tp", None) for y in products)
     y = at(jnp.einsum("bsnh,nhd->bsd", program.attend(q, k, v), p["w_out"]), *program.stream)
     return checkpoint_name(y, SAVED) + p["b_out"][None, None]
 

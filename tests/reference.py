@@ -20,7 +20,7 @@ def layer_norm(p, x):
 
 def attention(p, x):
     q = jnp.einsum("bsd,dnh->bsnh", x, p["w_q"]) + p["b_q"][None, None]
-    k, v = (jnp.einsum("bsd,dmh->bsmh", x, p["w_kv"][:, i]) + p["b_kv"][None, None, i] for i in range(2))
+    k, v = (jnp.einsum("bsd,dmh->bsmh", x, p["w_kv"][i]) + p["b_kv"][None, None, i] for i in range(2))
     k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))
     scores = jnp.einsum("bsnh,btnh->bnst", q, k) / math.sqrt(q.shape[-1])
     length = x.shape[1]

@@ -30,7 +30,7 @@ def rotation(length, width, theta):
 
 def attention(p, x, theta):
     q = jnp.einsum("bsd,dnh->bsnh", x, p["w_q"])
-    k, v = (jnp.einsum("bsd,dmh->bsmh", x, p["w_kv"][:, i]) for i in range(2))
+    k, v = (jnp.einsum("bsd,dmh->bsmh", x, p["w_kv"][i]) for i in range(2))
     k, v = (jnp.repeat(y, q.shape[2] // y.shape[2], axis=2) for y in (k, v))  # arXiv:2305.13245
     length, width = x.shape[1], q.shape[-1]
     turn = rotation(length, width, theta)

@@ -124,7 +124,8 @@ def test_fused_attention(monkeypatch):
 
 
 EINSUMS = {
-    "bsd,dcnh->cbsnh": "qkv",
+    "bsd,dnh->bsnh": "qkv",
+    "bsd,dmh->bsmh": "qkv",
     "bsnh,btnh->bnst": "core",
     "bnst,btnh->bsnh": "core",
     "bnst,bsnh->btnh": "core",

@@ -29,7 +29,8 @@ from jax5d.models.transformer import Block
 from jax5d.parallel.tensor import TensorBoundary
 
 PRODUCTS = {
-    "bsd,dcnh->cbsnh": "qkv",
+    "bsd,dnh->bsnh": "qkv",
+    "bsd,dmh->bsmh": "qkv",
     "bsnh,btnh->bnst": "scores",
     "bnst,bsnh->btnh": "scores",
     "bnst,btnh->bsnh": "values",

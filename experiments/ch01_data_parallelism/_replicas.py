@@ -41,7 +41,7 @@ def summed_loss(params: Tree, inputs: jax.Array, labels: jax.Array) -> jax.Array
 def _block(p: Tree, x: jax.Array) -> jax.Array:
     y, weights = _norm(p["norm_1"], x), p["attention"]
     q = jnp.einsum("bsd,dnh->bsnh", y, weights["w_q"]) + weights["b_q"][None, None]
-    k, v = jnp.einsum("bsd,dcnh->cbsnh", y, weights["w_kv"]) + weights["b_kv"][:, None, None]
+    k, v = jnp.einsum("bsd,cdnh->cbsnh", y, weights["w_kv"]) + weights["b_kv"][:, None, None]
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     x = x + jnp.einsum("bsnh,nhd->bsd", y, p["attention"]["w_out"]) + p["attention"]["b_out"][None, None]
     hidden = jax.nn.gelu(_norm(p["norm_2"], x) @ p["mlp"]["w_in"] + p["mlp"]["b_in"][None, None])

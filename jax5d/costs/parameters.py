@@ -104,7 +104,7 @@ def _attention(model: ModelConfig, tp: int) -> list[Leaf]:
     kv: Axes = () if m % tp else ("tp",)
     weights = [
         Leaf("attention.w_q", (d, n, h), ((), ("tp",), ())),
-        Leaf("attention.w_kv", (d, 2, m, h), ((), (), kv, ()), shared=True),
+        Leaf("attention.w_kv", (2, d, m, h), ((), (), kv, ()), shared=True),
         Leaf("attention.w_out", (n, h, d), (("tp",), (), ())),
     ]
     biases = [

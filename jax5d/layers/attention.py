@@ -104,14 +104,14 @@ def recomputed(attend: Attend) -> Attend:
 class Attention(nnx.Module):
     """Heads of attention without biases or positions, which `BiasedAttention` and `RotaryAttention` add.
 
-    Queries are projected by [d, n, h], keys and values by [d, 2, m, h], so that a cut over tp takes whole heads of
+    Queries are projected by [d, n, h], keys and values by [2, d, m, h], so that a cut over tp takes whole heads of
     each. With fewer key and value heads than tp devices every one holds them all (`own_heads`).
     """
 
     def __init__(self, config: ModelConfig, *, out_std: float, boundary: Boundary, attend: Attend, rngs: nnx.Rngs):
         d, n, h, self.kv_heads = config.d_model, config.heads, config.head_dim, config.groups
         self.w_q = nnx.Param(normal(rngs, d, n, h), spec=P(None, "tp", None))
-        self.w_kv = nnx.Param(normal(rngs, d, 2, self.kv_heads, h), spec=P(None, None, "tp", None), shared=True)
+        self.w_kv = nnx.Param(normal(rngs, 2, d, self.kv_heads, h), spec=P(None, None, "tp", None), shared=True)
         self.w_out = nnx.Param(normal(rngs, n, h, d, std=out_std), spec=P("tp", None, None))
         self.dropout, self.boundary, self.attend = config.dropout, boundary, attend
 
@@ -144,8 +144,9 @@ class Attention(nnx.Module):
     @staticmethod
     def _project(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Tokens [b, s, d] -> q [b, s, n, h], k and v [b, s, m, h]."""
-        k, v = times(x, weights["w_kv"], "bsd,dcmh->cbsmh")
-        return times(x, weights["w_q"], "bsd,dnh->bsnh"), k, v
+        q = times(x, weights["w_q"], "bsd,dnh->bsnh")
+        k, v = (times(x, weight, "bsd,dmh->bsmh") for weight in weights["w_kv"])
+        return q, k, v
 
     def _positioned(self, x: jax.Array, place: Place) -> jax.Array:
         """What positions make of queries or keys [b, s, n, h]."""

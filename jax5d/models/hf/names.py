@@ -54,7 +54,7 @@ def _gpt2_block(p: Tree) -> Parts:
     return {
         "ln_1.weight": [p["norm_1"]["scale"]],
         "ln_1.bias": [p["norm_1"]["bias"]],
-        "attn.c_attn.weight": [_columns(w) for w in (a["w_q"], a["w_kv"][:, 0], a["w_kv"][:, 1])],
+        "attn.c_attn.weight": [_columns(w) for w in (a["w_q"], a["w_kv"][0], a["w_kv"][1])],
         "attn.c_attn.bias": [_columns(b) for b in (a["b_q"], a["b_kv"][0], a["b_kv"][1])],
         "attn.c_proj.weight": [_rows(a["w_out"])],
         "attn.c_proj.bias": [a["b_out"]],
@@ -76,8 +76,8 @@ def _llama_block(p: Tree) -> Parts:
     return {
         "input_layernorm.weight": [p["norm_1"]["scale"]],
         "self_attn.q_proj.weight": [_columns(a["w_q"]).T],
-        "self_attn.k_proj.weight": [_columns(a["w_kv"][:, 0]).T],
-        "self_attn.v_proj.weight": [_columns(a["w_kv"][:, 1]).T],
+        "self_attn.k_proj.weight": [_columns(a["w_kv"][0]).T],
+        "self_attn.v_proj.weight": [_columns(a["w_kv"][1]).T],
         "self_attn.o_proj.weight": [_rows(a["w_out"]).T],
         "post_attention_layernorm.weight": [p["norm_2"]["scale"]],
         "mlp.gate_proj.weight": [mlp["w_gate"].T],
