@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import automatic, automatic_fsdp
-from benchmarks.zero import GPU, Side, absent_gpus, arguments
+from benchmarks.zero import GPU, Side, arguments
 from jax5d.config import MeshConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from jax5d.measure.aot import Memory, cluster, compile_step, target_config
+from jax5d.measure.aot import Memory, absent_gpus, compile_step
 from jax5d.measure.timeline import Scheduled, timeline
 from jax5d.mesh import make_mesh, use_cpu_devices
 from jax5d.train.step import Trainer
@@ -64,7 +64,7 @@ def library(run: RunConfig, **options: Any) -> Found:
 
 def partitioner(run: RunConfig, stream: tuple[str | None, ...], flags: dict[str, Any]) -> Found:
     """The automatic partitioner's step with that layout of the residual stream, under XLA flags without dashes."""
-    mesh = make_mesh(run.mesh, absent_gpus(target_config(GPU), *cluster(run.mesh.size)))
+    mesh = make_mesh(run.mesh, absent_gpus(GPU, run.mesh.size))
     trainer = Trainer.create(run, mesh=mesh)
     program = automatic.Program(
         remat=run.parallel.remat,

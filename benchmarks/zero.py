@@ -30,8 +30,7 @@ from rich.table import Table
 from benchmarks import automatic, automatic_fsdp
 from jax5d.config import PRESETS, MeshConfig, ParallelConfig, RunConfig, TrainConfig
 from jax5d.layers.names import NAMES
-from jax5d.measure.aot import Memory, cluster, compile_step, target_config
-from jax5d.measure.aot import _devices as absent_gpus
+from jax5d.measure.aot import Memory, absent_gpus, compile_step
 from jax5d.measure.timeline import Scheduled, timeline
 from jax5d.mesh import make_mesh, use_cpu_devices
 from jax5d.train.step import Trainer
@@ -94,7 +93,7 @@ def library(run: RunConfig) -> tuple[Memory, list[Scheduled]]:
 
 def partitioner(run: RunConfig, flags: dict[str, Any]) -> tuple[Memory, list[Scheduled]]:
     """The automatic partitioner's step, under XLA flags by name without dashes."""
-    mesh = make_mesh(run.mesh, absent_gpus(target_config(GPU), *cluster(run.mesh.size)))
+    mesh = make_mesh(run.mesh, absent_gpus(GPU, run.mesh.size))
     trainer = Trainer.create(run, mesh=mesh)
     base = automatic.Program(
         remat=run.parallel.remat,

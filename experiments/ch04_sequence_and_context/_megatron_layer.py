@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax5d.config import RunConfig
 from jax5d.measure.aot import Memory, absent_gpus
 from jax5d.models.build import Model
+from jax5d.parallel.data import sum_over_varying
 from jax5d.parallel.tensor import Boundary
 
 Params = dict[str, jax.Array]
@@ -105,7 +106,7 @@ class MegatronLayer:
                 return (layer(x, layer_params, own), key), None
 
             (x, _), _ = lax.scan(body, (x, jax.random.key(0)), params)
-            return lax.psum(jnp.sum(jnp.square(x.astype(jnp.float32))), self.boundary.axes)
+            return sum_over_varying(jnp.sum(jnp.square(x.astype(jnp.float32))))
 
         return jax.grad(loss, argnums=(0, 1))(params, x)
 

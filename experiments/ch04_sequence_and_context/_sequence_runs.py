@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax5d.config import PRESETS, MeshConfig, ParallelConfig, RunConfig, TrainConfig, check
 from jax5d.mesh import make_mesh
 from jax5d.models.build import BATCH_SPEC
-from jax5d.parallel.data import diverge, is_axes, sum_over_shards, varying, varying_axes
+from jax5d.parallel.data import diverge, is_axes, sum_over, sum_over_shards, varying, varying_axes
 from jax5d.train.step import Trainer
 
 Tree = Any
@@ -128,7 +128,7 @@ def parts(trainer: Trainer, batch: Batch) -> Leaves:
 
     def own_part(axes: tuple[str, ...], grad: jax.Array) -> jax.Array:
         """Summed over all axes but tp, behind a dim for that."""
-        grad = lax.psum(grad, tuple(a for a in axes if a != "tp"))
+        grad = sum_over(grad, tuple(a for a in axes if a != "tp"))
         return grad[None] if "tp" in axes else grad
 
     def spec(axes: tuple[str, ...], own: P) -> P:

@@ -206,8 +206,8 @@ def absent_gpu(name: str) -> Any:
 
 
 def absent_gpus(name: str, count: int) -> list[Any]:
-    """GPUs of one host that is not there, as `absent_gpu`."""
-    return _devices(target_config(name), 1, count)
+    """GPUs that are not there, as `absent_gpu`, on hosts as `cluster` has them."""
+    return _devices(target_config(name), *cluster(count))
 
 
 @lru_cache(maxsize=16)  # JAX never lets go of such devices: each call would keep more of them

@@ -90,6 +90,11 @@ def sum_over_shards(x: jax.Array) -> jax.Array:
     return lax.psum(x, DATA_AXES)
 
 
+def sum_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Sum over axes: psum, 2 (n-1)/n K bytes. Transpose: identity."""
+    return lax.psum(x, axes)
+
+
 @jax.named_scope("sum_over_varying")
 def sum_over_varying(x: jax.Array) -> jax.Array:
     """Sum over every axis along which `x` varies: psum over those, 2 (n-1)/n K bytes. Transpose: identity."""
