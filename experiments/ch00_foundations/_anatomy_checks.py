@@ -74,7 +74,10 @@ def check_moved(model: ModelConfig, batch: int, alone: Moved, fused: Moved) -> l
 
 
 def _sizes(model: ModelConfig, batch: int) -> dict[str, tuple[int, int, int]]:
-    """m, k, n of the products with weights, [m, k] x [k, n]. Both backward products have the same three arrays."""
+    """m, k, n of the products with weights, [m, k] x [k, n]. Both backward products have the same three arrays.
+
+    Queries, keys and values are three operations, of which a compiler may make one kernel.
+    """
     m, d, f = batch * model.context, model.d_model, model.d_ff
     return {"qkv": (m, d, 3 * d), "output": (m, d, d), "mlp_in": (m, d, f), "mlp_out": (m, f, d)}
 
@@ -82,11 +85,8 @@ def _sizes(model: ModelConfig, batch: int) -> dict[str, tuple[int, int, int]]:
 def _intensities(model: ModelConfig, batch: int) -> dict[tuple[str, bool], float]:
     """FLOPs/byte by name and whether backward. 2 m k n / 2 (m k + k n + m n) = 1 / (1/m + 1/k + 1/n)."""
     m, s, d, a = batch * model.context, model.context, model.d_model, model.heads
-    found = {
-        (name, back): 1 / sum(1 / side for side in sides)
-        for name, sides in _sizes(model, batch).items()
-        for back in (False, True)
-    }
+    sizes = _sizes(model, batch) | {"qkv": (m, d, d)}
+    found = {(name, back): 1 / sum(1 / side for side in sizes[name]) for name in sizes for back in (False, True)}
     product, two, square = 2 * m * s * d, 2 * HALF * m * d, m * a * s  # two arrays of the stream's size, one of s x s
     found["scores", False] = product / (two + FULL * square)  # float32 leaves the tensor cores
     found["scores", True] = product / (two + HALF * square)

@@ -31,9 +31,11 @@ def weighted_queries(weights: jax.Array, q: jax.Array, heads: int, dtype: Any = 
     m is `heads`.
     """
     summed = jnp.einsum("bnst,bsnh->btnh", weights, q, preferred_element_type=dtype)
+    if heads == q.shape[2]:
+        return summed
     return jnp.sum(rearrange(summed, "b t (m g) h -> b t m g h", m=heads), axis=3)
 
 
 def _for_queries(x: jax.Array, heads: int) -> jax.Array:
     """Keys or values [b, t, m, h] once for each of `heads` query heads: [b, t, n, h]."""
-    return repeat(x, "b t m h -> b t (m g) h", g=heads // x.shape[2])
+    return x if x.shape[2] == heads else repeat(x, "b t m h -> b t (m g) h", g=heads // x.shape[2])

@@ -95,8 +95,9 @@ def own_heads(weight: jax.Array, heads: int) -> jax.Array:
     """
     t = lax.axis_size("tp")
     own = max(heads // t, 1)
-    start = jnp.minimum(lax.axis_index("tp") * heads // t, weight.shape[-2] - own)
-    return lax.dynamic_slice_in_dim(weight, start, own, axis=weight.ndim - 2)
+    if own == weight.shape[-2]:
+        return weight
+    return lax.dynamic_slice_in_dim(weight, lax.axis_index("tp") * heads // t, own, axis=weight.ndim - 2)
 
 
 def vocab_start(rows: int) -> jax.Array:
