@@ -1,6 +1,7 @@
 """The property that everything rests on: on any mesh, with any options, training is that of one device.
 
-One registry of meshes; both models run all of it. Options vary along the registry instead of in a full product,
+One registry of meshes; GPT-2 and the MoE run all of it, Llama every axis, every pair of axes and all five, with other
+options. Options vary along the registry instead of in a full product,
 each with every model on several meshes:
 
     sequence parallelism   tp2, pp2tp2, dp2tp2, ep2tp2, cp2tp2, all five      without: tp4, pp2cp2tp2, all five
@@ -72,6 +73,12 @@ LLAMA: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"pp": 2, "tp": 4}, {"microbatches": 2, "sequence": True, "overlap": True, "kv_heads": 1}),
     ({"dp": 2, "tp": 2}, {"sequence": True, "overlap": True, "kv_heads": 2, "remat": "selective"}),
     ({"ep": 2, "tp": 4}, {"remat": "full", "tied": False, "kv_heads": 2}),
+    ({"pp": 2, "dp": 2}, {"microbatches": 2, "kv_heads": 2}),
+    ({"pp": 2, "ep": 2}, {"microbatches": 2, "schedule": "afab", "kv_heads": 1}),
+    ({"pp": 2, "cp": 2}, {"microbatches": 2, "remat": "full", "kv_heads": 2}),
+    ({"dp": 2, "ep": 2}, {"kv_heads": 1, "loss_chunks": 3}),
+    ({"dp": 2, "cp": 2}, {"kv_heads": 2}),
+    ({"ep": 2, "cp": 2}, {"kv_heads": 1, "microbatches": 2}),
     ({"cp": 2, "tp": 2}, {"rope_theta": 100.0, "kv_heads": 1}),
     ({"cp": 2, "tp": 4}, {"sequence": True, "remat": "full", "tied": False, "kv_heads": 2}),
     (FIVE, {"loss_chunks": 3, "kv_heads": 1}),

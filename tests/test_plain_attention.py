@@ -49,6 +49,7 @@ def test_plain_equals_ring(dtype: str, tolerance: float, rate: float) -> None:
 def test_training_with_plain_attention(mesh: dict[str, int]) -> None:
     """Loss and gradients are the plain model's, and under dropout those of fused attention."""
     check_equivalent(config(mesh, attention="plain"), steps=1)
+
     results = {}
     for attention in ("flash", "plain"):
         run = config(mesh, attention=attention, dropout=0.3)
@@ -56,6 +57,12 @@ def test_training_with_plain_attention(mesh: dict[str, int]) -> None:
         results[attention] = float(metrics["loss"]), host(grads)
     chex.assert_trees_all_close(results["plain"][0], results["flash"][0], rtol=1e-6, atol=0)
     assert_close(results["plain"][1], results["flash"][1], 5e-6)
+
+
+@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 2), (4, 1)])
+def test_training_with_plain_attention_of_fewer_heads(tp: int, kv_heads: int) -> None:
+    """Each of the key and value heads gets the gradients of all its query heads."""
+    check_equivalent(config({"tp": tp}, attention="plain", kv_heads=kv_heads), steps=1)
 
 
 @pytest.mark.parametrize(("rate", "arrays"), [(0.0, 1), (0.4, 2)])

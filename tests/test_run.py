@@ -225,7 +225,9 @@ COMPILES_FOR_GPUS = {
     "one_gpu_limit",
     "overlap",
     "recompute",
+    "sequence_memory",
     "tensor_parallel",
+    "tp_vs_zero_inference",
     "zero_1",
     "zero_2_3",
 }

@@ -65,14 +65,18 @@ def test_tied_gradient_is_the_sum_of_both_uses(mesh: dict[str, int]) -> None:
     assert_close(np.asarray(gradients(state)["outer"]["wte"]), parts["wte"] + parts["head"], 2e-5)
 
 
-def test_each_device_holds_its_rows_only() -> None:
-    """B12: with tp 4 a device has 24 of 96 rows of the table and its gradient, after init and after a step."""
-    run = config({"tp": 4})
+@pytest.mark.parametrize("part", ["wte", "head"])
+def test_each_device_holds_its_rows_only(part: str) -> None:
+    """B12: with tp 4 a device has 24 of 96 rows of the table and its gradient, after init and after a step.
+
+    So it has of a tied head, which is the table, and of a head of its own.
+    """
+    run = config({"tp": 4}, tied=part == "wte")
     proof = trainer(run)
     state = proof.init()
     for _ in range(2):
         for tree in (state.params, gradients(state)):
-            table = tree["outer"]["wte"]
+            table = tree["outer"][part]
             assert [shard.data.shape for shard in table.addressable_shards] == [(24, 32)] * 4
             first = sorted(shard.index[0].start or 0 for shard in table.addressable_shards)
             assert first == [0, 24, 48, 72]

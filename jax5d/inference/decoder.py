@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax5d.config import ConfigError
 from jax5d.inference.cache import SPEC, Cache, append, attend, cache_shape, empty, fill
-from jax5d.inference.sample import Numbers, Sampling, choose
+from jax5d.inference.sample import ROWS, Numbers, Sampling, choose
 from jax5d.inference.weights import inference_weights, weight_shapes, weight_specs
 from jax5d.layers.dropout import Place
 from jax5d.mesh import DATA_AXES, memories, placed
@@ -31,8 +31,6 @@ from jax5d.parallel.stack import ascend
 from jax5d.train.step import Trainer
 
 Tree = Any
-ROWS = P(("dp", "ep"))
-"""Spec of arrays with an entry for each row [b, ...]."""
 LENGTHS = 64
 """Prompts are padded to a power of two from here up, so that few programs are compiled."""
 
@@ -74,10 +72,12 @@ class Decoder:
     def check(self, longest: int, count: int) -> None:
         """Raise `ConfigError` where `count` tokens behind a prompt of `longest` do not fit."""
         if longest + count > self.capacity:
+            fewer = f"ask for {self.capacity - longest} or fewer"
+            shorter = f"shorten the prompt to {self.capacity - 1}"
             raise ConfigError(
                 f"a prompt of {longest} tokens and count={count} more are {longest + count}, beyond the cache of "
-                f"{self.capacity} (model.context={self.trainer.config.model.context}); ask for "
-                f"{max(self.capacity - longest, 0)} or fewer, or recompute with window={self.capacity}"
+                f"{self.capacity} (model.context={self.trainer.config.model.context}); "
+                f"{fewer if longest < self.capacity else shorter}, or recompute with window={self.capacity}"
             )
 
     def weights(self, params: Tree) -> Tree:

@@ -68,6 +68,7 @@ def generate(
 
     Raises:
         ConfigError: what cannot be continued or sampled, before anything is compiled.
+        FloatingPointError: logits that are not finite.
     """
     if window is not None:
         return write(Window.create(trainer, window), params, prompts, count, sampling=sampling, stop=stop)
@@ -97,16 +98,18 @@ def write(
     writer.check(max(len(text) for text in texts), count)
     idle = [np.zeros(1, np.int32)] * (-len(texts) % config.mesh.batch_shards)
     tokens = writer.tokens(writer.weights(params), texts + idle, sampling)
-    new = _collect(islice(tokens, count), len(texts), stop)
+    new = _collect(islice(tokens, count), len(texts), stop, config.model.vocab)
     return [np.concatenate([text, np.array(more, np.int32)]) for text, more in zip(texts, new, strict=True)]
 
 
-def _collect(tokens: Iterator[np.ndarray], rows: int, stop: int | None) -> list[list[int]]:
+def _collect(tokens: Iterator[np.ndarray], rows: int, stop: int | None, vocab: int) -> list[list[int]]:
     """Each row's tokens, up to and with its first `stop`."""
     new: list[list[int]] = [[] for _ in range(rows)]
     for token in tokens:
         going = [row for row in range(rows) if not new[row] or new[row][-1] != stop]
         for row in going:
+            if token[row] >= vocab:  # nothing is the largest of logits that are no numbers
+                raise FloatingPointError(f"the logits after token {len(new[row])} of prompt {row} are not finite")
             new[row].append(int(token[row]))
         if all(row[-1] == stop for row in new):
             break
@@ -134,4 +137,5 @@ def _checked(prompts: Sequence[Sequence[int]], vocab: int) -> list[np.ndarray]:
 
 def _wrong(prompt: Sequence[int], vocab: int) -> Any:
     """The first entry that is no token id."""
-    return next(i for i in prompt if not isinstance(i, int | np.integer) or not 0 <= i < vocab)
+    ids = np.asarray(prompt).tolist()
+    return next(i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jax5d.config import ConfigError
 from jax5d.parallel.sampling import keep_likeliest, likeliest, probabilities
 from jax5d.parallel.tensor import vocab_start
 
+ROWS = P(("dp", "ep"))
+"""Spec of arrays with an entry for each row [b, ...]."""
 Numbers = dict[str, jax.Array]
 """A sampling's values as a program takes them. Which names there are chooses the program, values do not."""
 
@@ -32,7 +34,7 @@ class Sampling:
 
     def check(self, vocab: int) -> None:
         """Raise `ConfigError` where no such sampling is."""
-        if not 0 <= self.temperature < math.inf:
+        if not 0 <= self.temperature <= jnp.finfo(jnp.float32).max:
             raise ConfigError(f"temperature={self.temperature} is no number from 0 up; give 0 for the likeliest token")
         if not 0 <= self.top_k <= vocab:
             raise ConfigError(f"top_k={self.top_k} is outside 0..{vocab} (model.vocab); give 0 to draw from all tokens")

@@ -31,7 +31,8 @@ def inference_weights(trainer: Trainer, params: Tree) -> Tree:
     """Weights from a state's parameters: cast, and at ZeRO-1 and 2 gathered, once.
 
     Matrices would be cast wherever they are used, and a new token uses all of them: in 16 bits they are half as much to
-    read. They are the parameters themselves, not a copy, where they have the dtype and are not gathered.
+    read. Norms' scales, biases, positions and routers are rounded too, as ZeRO does, which training without it does
+    not. They are the parameters themselves, not a copy, where they have the dtype and are not gathered.
     """
     if not trainer.zero.replicates:
         return cast(params, trainer.config.model.dtype)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax5d.config import ConfigError
 from jax5d.config.errors import divides
-from jax5d.inference.sample import Numbers, Sampling, choose
+from jax5d.inference.sample import ROWS, Numbers, Sampling, choose
 from jax5d.inference.weights import inference_weights, weight_specs
 from jax5d.mesh import placed
 from jax5d.models.build import BATCH_SPEC
@@ -28,8 +28,6 @@ from jax5d.parallel.schedules import forward_only
 from jax5d.train.step import Trainer
 
 Tree = Any
-ROWS = P(("dp", "ep"))
-"""Spec of arrays with an entry for each row [b, ...]."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,10 @@ class Window:
 
     @staticmethod
     def create(trainer: Trainer, size: int) -> Window:
-        """Raises `ConfigError` for a window beyond the context, or one that cp or groups of experts do not divide."""
+        """Raises `ConfigError` for a window beyond the context, or one that cp or groups of experts do not divide.
+
+        Attention takes keys in equal pieces of at most 512: a size above that which has no such divisor is slow.
+        """
         model, mesh = trainer.config.model, trainer.config.mesh
         if not 1 <= size <= model.context:
             raise ConfigError(f"window={size} is outside 1..{model.context} (model.context)")

@@ -105,7 +105,8 @@ class Attention(nnx.Module):
     """Heads of attention without biases or positions, which `BiasedAttention` and `RotaryAttention` add.
 
     Queries are projected by [d, n, h], keys and values by [2, d, m, h], so that a cut over tp takes whole heads of
-    each. With fewer key and value heads than tp devices every one holds them all (`own_heads`).
+    each. With fewer key and value heads than tp devices every one holds them all (`own_heads`). They are three
+    products: of one, results would be cut apart and transposed, and on GPUs XLA merges products of one input itself.
     """
 
     def __init__(self, config: ModelConfig, *, out_std: float, boundary: Boundary, attend: Attend, rngs: nnx.Rngs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 QKV = "qkv"
-"""Queries, keys and values [b, s, n, h] as attention reads them."""
+"""Queries [b, s, n, h], keys and values [b, s, m, h] as attention reads them."""
 SAVED = "attention_sum"
 """Attention's sum over tp [b, s_stream, d]: whoever keeps it does not send it twice."""
 MLP_IN = "mlp_in"

@@ -1,5 +1,8 @@
 """One linear layer on several devices: its weight cut by columns or by rows, its input and output whole or split.
 
+The layers of a model are at the boundaries of `tensor.py` and its neighbours; here one layer stands alone, in every
+layout of its input and output, as `split_a_layer` and `column_row` take it apart.
+
     a layer = what brings the input (ENTER), a product of what each device holds, what brings the output (LEAVE)
 
 By columns a device makes some of the output's features, from all of the input's. By rows it takes some of the input's

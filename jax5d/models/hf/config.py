@@ -88,7 +88,7 @@ def model_config(values: Mapping[str, Any]) -> ModelConfig:
 def _architecture(values: Mapping[str, Any]) -> Any:
     named = values.get("architectures") or [values.get("model_type")]
     known = CLASSES | {kind: kind for kind in SIZES}
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in known:
         raise _refusal("architectures", named, "GPT2LMHeadModel or LlamaForCausalLM")
     return known[named[0]]
 
@@ -113,7 +113,10 @@ def _gpt2(base: ModelConfig, values: dict[str, Any]) -> ModelConfig:
 
 
 def _llama(base: ModelConfig, values: dict[str, Any]) -> ModelConfig:
-    rope = (values.get("rope_scaling") or {}) | (values.get("rope_parameters") or {})  # the latter is the newer name
+    scaling = [values.get(key) or {} for key in ("rope_scaling", "rope_parameters")]  # the latter is the newer name
+    if not all(isinstance(part, dict) for part in scaling):
+        raise _refusal("rope_scaling", scaling, "none")
+    rope = scaling[0] | scaling[1]
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise _refusal("rope_scaling", rope, "none")

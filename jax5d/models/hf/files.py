@@ -102,10 +102,10 @@ def write(folder: str | os.PathLike[str], params: Tree, model: ModelConfig) -> N
         del state[HEAD]
     about = json.dumps(config_json(model), indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
-    with _appearing(folder / CONFIG) as partial:
-        partial.write_text(about, "utf-8")
     with _appearing(folder / WEIGHTS) as partial:
         safetensors.numpy.save_file(state, partial, metadata={"format": "pt"})
+    with _appearing(folder / CONFIG) as partial:
+        partial.write_text(about, "utf-8")
 
 
 @contextmanager
