@@ -63,6 +63,7 @@ def test_a_resumed_run_logs_the_same(tmp_path) -> None:
 DRAWS, BATCH, REPLICAS = 2000, 16, 8
 AXES = ("pp", "dp", "ep", "cp")
 SPECS = {"split": P("tp"), "whole": P()}
+SUMMED = dict.fromkeys(SPECS, ("pp", "dp", "ep", "cp"))
 SIZES = {"split": 12, "whole": 5}
 TRUE, SPREAD = {"split": 0.5, "whole": -1.0}, {"split": 2.0, "whole": 3.0}
 """Every entry of the true gradient, and the standard deviation of one sequence's."""
@@ -75,7 +76,7 @@ def estimates(draws: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     def one(means: dict[str, jax.Array]) -> dict[str, jax.Array]:
         own = jax.tree.map(lambda x: varying(x[0] / REPLICAS, AXES), means)  # a part of the mean over the batch
         reduced = {name: lax.psum(x, AXES) for name, x in own.items()}
-        return gradient_noise(squares(own), reduced, SPECS, SPECS, (), batch=BATCH, pieces=1)
+        return gradient_noise(squares(own), reduced, SPECS, SPECS, SUMMED, batch=BATCH, pieces=1)
 
     def body(means: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return lax.map(one, means)

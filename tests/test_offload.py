@@ -67,6 +67,16 @@ def assert_away(state: TrainState) -> None:
         assert leaf.sharding.memory_kind == ("pinned_host" if moment else "device"), name
 
 
+def without_keys_biases(state: Any) -> Any:
+    """Zeros in their place: the softmax does not see them, and Adam makes steps of the rounding of a zero gradient."""
+
+    def one(path: tuple, leaf: np.ndarray) -> np.ndarray:
+        keys = jax.tree_util.keystr(path, simple=True, separator=".").endswith("b_kv")
+        return np.stack([np.zeros_like(leaf[:, 0]), leaf[:, 1]]) if keys else leaf
+
+    return jax.tree.map_with_path(one, state)
+
+
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_the_same_training(options: dict[str, Any]) -> None:
     """Three steps of AdamW give the same parameters, moments, counters and metrics.
@@ -79,7 +89,8 @@ def test_the_same_training(options: dict[str, Any]) -> None:
     assert_away(before)
     got, ours = trained(away, state=before)
     assert_away(got)
-    chex.assert_trees_all_close(host((got, ours)), host((want, theirs)), rtol=0, atol=1e-6)
+    found, wanted = (without_keys_biases(host(state)) for state in (got, want))
+    chex.assert_trees_all_close((found, host(ours)), (wanted, host(theirs)), rtol=0, atol=1e-6)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
     assert away.step._cache_size() == 1
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), host(got.params), host(near.init().params))

@@ -34,6 +34,10 @@ def test_many_microbatches_equal_one() -> None:
     assert 0 < difference < 0.01
 
 
+ROWS = 24
+"""Rows with which no activation has the shape of a weight: 6 in each microbatch of a device."""
+
+
 def check_sums(run: RunConfig, dtype: str) -> None:
     """Every accumulator of a leaf's shape, and every sum of leaves over dp, has `dtype`.
 
@@ -60,13 +64,14 @@ def check_sums(run: RunConfig, dtype: str) -> None:
 @pytest.mark.parametrize("moe", [False, True], ids=["gpt2", "moe"])
 def test_gradients_are_carried_and_reduced_in_float32(moe: bool) -> None:
     """B73: by default, in the program, under bfloat16 compute."""
-    check_sums(config({"pp": 2, "dp": 2, "tp": 2}, moe=moe, dtype="bfloat16", microbatches=2), "float32")
+    run = config({"pp": 2, "dp": 2, "tp": 2}, moe=moe, dtype="bfloat16", microbatches=2, global_batch=ROWS)
+    check_sums(run, "float32")
 
 
 @pytest.mark.parametrize("accumulate", ["float32", "bfloat16"])
 def test_the_sums_of_a_pure_16_bit_run(accumulate: str) -> None:
     """B73: bfloat16 where it is asked for, with bfloat16 weights; float32 where it is not."""
-    run = config({"pp": 2, "dp": 2, "tp": 2}, microbatches=2, accumulate=accumulate, **PURE)
+    run = config({"pp": 2, "dp": 2, "tp": 2}, microbatches=2, accumulate=accumulate, global_batch=ROWS, **PURE)
     check_sums(run, accumulate)
 
 

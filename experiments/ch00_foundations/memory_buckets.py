@@ -12,8 +12,6 @@ H100: the bytes reserved while the step runs, arguments + outputs - outputs that
 they were packed. Its own peak leaves the packing out; it is in result.json.
 
 The formula was made with these 73 at hand. Of 17 others, 11 of them with ZeRO, compiled afterwards, 15 came within 4 %.
-Two, Llamas on tp 4 with sequence parallelism, were 5.4 % over, like the one here that had shown why; one term now says
-so, and they are within 1 %.
 """
 
 from __future__ import annotations

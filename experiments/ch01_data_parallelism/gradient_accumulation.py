@@ -177,7 +177,7 @@ def _checks(rows: list[Row]) -> list[Check]:
             Check.below(f"{where}: off from m = 1, over the largest of a leaf", row.off, 2e-6),
             Check.equal(f"{where}: bytes that a layer keeps, by type", row.saved, saved_theory(row.m)),
             Check.equal(f"{where}: bytes that a layer adds to the step", row.layer, middle, half),
-            Check.equal(f"{where}: sums over dp in a step", row.sums, 4 + 12 * DEEP + 2 + 3),
+            Check.equal(f"{where}: sums over dp in a step", row.sums, 4 + 14 * DEEP + 2 + 3),
             *row.traffic.checks(where),
         ]
     return checks

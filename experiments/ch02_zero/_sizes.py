@@ -1,6 +1,6 @@
 """A tiny GPT-2 under ZeRO on fake devices: what each of them holds and sends, measured and by hand.
 
-By hand: a layer of width d has 12 d^2 + 13 d parameters, 11 d of them biases; the outer leaves are (v + s) d + 2 d.
+By hand: a layer of width d has 12 d^2 + 13 d parameters; the outer leaves are (v + s) d + 2 d.
 Every leaf divides into 8 pieces. A device holds, in bytes a parameter, over n replicas:
 
     stage    parameters    gradients    optimizer
@@ -35,7 +35,6 @@ LAYERS, WIDTH, HEADS, VOCAB, TOKENS, ROWS = 4, 64, 4, 96, 32, 2
 """Of the tiny model; ROWS sequences of TOKENS on each device in each microbatch."""
 
 BLOCKS = LAYERS * (12 * WIDTH**2 + 13 * WIDTH)
-BIASES = LAYERS * 11 * WIDTH
 OUTER = (VOCAB + TOKENS) * WIDTH + 2 * WIDTH
 PARAMETERS = BLOCKS + OUTER
 
@@ -160,10 +159,10 @@ class Sent:
     @property
     def by_hand(self) -> dict[str, float]:
         """Microbatches M: 2 N summed once; or N scattered once, from stage 2 on M times; N gathered once, or at stage 3
-        the outer leaves once, the layers M times, and for M backward passes all of the layers but their biases."""
+        the outer leaves once, the layers M times, and again for M backward passes."""
         parallel = self.config.parallel
         m = parallel.microbatches
-        again = BLOCKS - BIASES if parallel.regather else 0
+        again = BLOCKS if parallel.regather else 0
         scattered, gathered = {
             0: (0, 0),
             1: (PARAMETERS, PARAMETERS),

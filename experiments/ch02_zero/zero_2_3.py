@@ -9,10 +9,9 @@ reduce-scatter for each, 3 M; and at least 90 % of what stage 3 sends of gpt2-xl
 
 The paper (Rajbhandari et al., arXiv:1910.02054, figure 1 and section 7) has 2 + 14/N and 16/N bytes, and 2 and 3
 elements; our sums of gradients are float32, and stage 3 keeps no 16-bit pieces beside its master's. Stage 3 sends a
-little less than 3 M: the embedding and the last norm are gathered once a step, and of a layer's biases the backward
-pass reads few. Kept from the forward pass (--parallel.no-regather; FSDP's SHARD_GRAD_OP, Zhao et al.,
-arXiv:2304.11277) the layers are gathered once: one element a parameter less on the wire, 2 bytes a parameter more in
-memory.
+little less than 3 M: the embedding and the last norm are gathered once a step. Kept from the forward pass
+(--parallel.no-regather; FSDP's SHARD_GRAD_OP, Zhao et al., arXiv:2304.11277) the layers are gathered once: one element
+a parameter less on the wire, 2 bytes a parameter more in memory.
 
 Expected of the compiler for H100s: 96 % of the gathers and 93 % of the scatters hidden; exposed are the embedding and
 one layer. Stages 1 and 2 hide their scatters alike, but not the gather that follows the update. (On 512 GPUs, by

@@ -15,6 +15,8 @@ from jax5d.parallel.tensor import vocab_start
 
 ROWS = P(("dp", "ep"))
 """Spec of arrays with an entry for each row [b, ...]."""
+HOTTEST = float(jnp.finfo(jnp.float32).max)
+"""The largest temperature that a program can take."""
 Numbers = dict[str, jax.Array]
 """A sampling's values as a program takes them. Which names there are chooses the program, values do not."""
 
@@ -34,7 +36,7 @@ class Sampling:
 
     def check(self, vocab: int) -> None:
         """Raise `ConfigError` where no such sampling is."""
-        if not 0 <= self.temperature <= jnp.finfo(jnp.float32).max:
+        if not 0 <= self.temperature <= HOTTEST:
             raise ConfigError(f"temperature={self.temperature} is no number from 0 up; give 0 for the likeliest token")
         if not 0 <= self.top_k <= vocab:
             raise ConfigError(f"top_k={self.top_k} is outside 0..{vocab} (model.vocab); give 0 to draw from all tokens")
