@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.automatic import At, Program, cross_entropy
+from jax5d.parallel.data import is_spec
 from jax5d.train.step import Trainer
 
 Tree = Any
@@ -35,10 +36,10 @@ def lay_out(base: Program, trainer: Trainer, stage: int) -> tuple[Program, tuple
         trainer: has the layout without ZeRO.
         stage: 0, nothing; 1, the optimizer's state is sharded; 2, gradients too; 3, parameters too.
     """
-    whole, opt_state = trainer.shardings.params, trainer.shardings.opt_state
+    whole, opt_state = named(trainer)
     if stage == 0:
         return base, (whole, opt_state)
-    shards = _sharded(trainer)
+    shards = _sharded(trainer, whole)
     opt_state = optax.tree.map_params(
         trainer.optimizer, lambda _, shard: shard, opt_state, shards, transform_non_params=lambda sharding: sharding
     )
@@ -56,7 +57,13 @@ def lay_out(base: Program, trainer: Trainer, stage: int) -> tuple[Program, tuple
     return program, (shards, opt_state)
 
 
-def _sharded(trainer: Trainer) -> Tree:
+def named(trainer: Trainer) -> tuple[Tree, Tree]:
+    """NamedShardings of the trainer's parameters and optimizer state, with no word on memories."""
+    specs = trainer.specs.params, trainer.specs.opt_state
+    return jax.tree.map(lambda spec: NamedSharding(trainer.mesh, spec), specs, is_leaf=is_spec)
+
+
+def _sharded(trainer: Trainer, whole: Tree) -> Tree:
     """NamedShardings of the parameters, of each one dim over dp as well: the first behind the layers' that it divides.
 
     A parameter without such a dim stays whole. On fake CPU devices so do the final norm's two vectors: their gathers
@@ -69,7 +76,7 @@ def _sharded(trainer: Trainer) -> Tree:
             return sharding
         return NamedSharding(sharding.mesh, _spec(x.shape, sharding, int(path[0].key == "blocks")))
 
-    return jax.tree.map_with_path(shard, trainer.shapes.params, trainer.shardings.params)
+    return jax.tree.map_with_path(shard, trainer.shapes.params, whole)
 
 
 def _spec(shape: tuple[int, ...], sharding: NamedSharding, first: int) -> P:

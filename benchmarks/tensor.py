@@ -22,8 +22,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
@@ -73,8 +71,7 @@ def partitioner(run: RunConfig, stream: tuple[str | None, ...], flags: dict[str,
         head=automatic_fsdp.cross_entropy_in_chunks(run.parallel.loss_chunks, run.mesh.dp),
         stream=stream,
     )
-    specs = trainer.specs.params, trainer.specs.opt_state
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    shardings = automatic_fsdp.named(trainer)
     step: Any = automatic.make_step(mesh, trainer.optimizer, shardings, program, clip=run.train.clip)
     compiled = step.lower(*arguments(trainer, shardings, mesh)).compile(compiler_options=flags)
     return Memory.of(compiled), timeline(compiled.as_text(), run.mesh)

@@ -1,6 +1,6 @@
 """The property that everything rests on: on any mesh, with any options, training is that of one device.
 
-One registry of meshes; GPT-2 and the MoE run all of it, Llama every axis, every pair of axes and all five, with other
+One registry of meshes; GPT-2 and the MoE run all of it, Llama the same meshes (but tp 4 for some of tp 2), with other
 options. Options vary along the registry instead of in a full product,
 each with every model on several meshes:
 
@@ -73,6 +73,11 @@ LLAMA: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"pp": 2, "tp": 4}, {"microbatches": 2, "sequence": True, "overlap": True, "kv_heads": 1}),
     ({"dp": 2, "tp": 2}, {"sequence": True, "overlap": True, "kv_heads": 2, "remat": "selective"}),
     ({"ep": 2, "tp": 4}, {"remat": "full", "tied": False, "kv_heads": 2}),
+    ({"dp": 4}, {"remat": "full", "kv_heads": 1}),
+    ({"ep": 4}, {"kv_heads": 2}),
+    ({"cp": 2}, {"microbatches": 2, "remat": "full", "kv_heads": 1}),
+    ({"pp": 2}, {"microbatches": 4, "remat": "full", "kv_heads": 2}),
+    ({"pp": 2, "cp": 2, "tp": 2}, {"microbatches": 4, "schedule": "afab", "kv_heads": 1}),
     ({"pp": 2, "dp": 2}, {"microbatches": 2, "kv_heads": 2}),
     ({"pp": 2, "ep": 2}, {"microbatches": 2, "schedule": "afab", "kv_heads": 1}),
     ({"pp": 2, "cp": 2}, {"microbatches": 2, "remat": "full", "kv_heads": 2}),
