@@ -82,10 +82,13 @@ def gpu_options(reduction: str) -> dict[str, int]:
 
     Where gradients leave layer by layer (parallel.reduction = overlap) a layer's are one message, and so are its
     parameters where they come so (ZeRO-3). Cut into several, as XLA does beyond 30 MB, they follow one another, and the
-    first may have only small kernels to hide behind.
+    first may have only small kernels to hide behind. For the same reason both messages may be under way at a time.
     """
+    if reduction != "overlap":
+        return {}
     names = ("all_reduce", "all_gather", "reduce_scatter")
-    return {f"xla_gpu_{n}_combine_threshold_bytes": 2**28 for n in names} if reduction == "overlap" else {}
+    whole = {f"xla_gpu_{n}_combine_threshold_bytes": 2**28 for n in names}
+    return whole | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 
 
 def use_gpus(reduction: str = "overlap") -> None:
