@@ -13,10 +13,9 @@ little less than 3 M: the embedding and the last norm are gathered once a step. 
 (--parallel.no-regather; FSDP's SHARD_GRAD_OP, Zhao et al., arXiv:2304.11277) the layers are gathered once: one element
 a parameter less on the wire, 2 bytes a parameter more in memory.
 
-Expected of the compiler for H100s: 96 % of the gathers and 93 % of the scatters hidden; exposed are the embedding and
-one layer. Stages 1 and 2 hide their scatters alike, but not the gather that follows the update. (On 512 GPUs, by
---hidden 512, XLA gives a layer's work to the scatter alone unless it may have two collectives under way, and the claim
-does not hold.) Of models of GPT-3's aspect, 64 GPUs hold one of 4.5 billion parameters at stage 0, 11 at stage 1, 25 at
+Expected of the compiler for H100s: 96 % of the gathers and 93 % of the scatters hidden, on 512 GPUs (--hidden 512) too;
+exposed are the embedding and one layer. Stages 1 and 2 hide their scatters alike, but not the gather that follows the
+update. Of models of GPT-3's aspect, 64 GPUs hold one of 4.5 billion parameters at stage 0, 11 at stage 1, 25 at
 stage 2 and about 150 at stage 3, with a tenth of the memory left free.
 """
 
