@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import jax
+import numpy as np
+import optax
 from rich.table import Table
 
 from experiments.harness import Check
 from experiments.options import TrainingOptions
 from jax5d.config import MeshConfig, RunConfig
-from jax5d.costs.collectives import Collective
+from jax5d.costs.collectives import Collective, merge
 from jax5d.costs.communication import StepTraffic
 from jax5d.data.tokens import TokenFile, cache_folder, prepare
 from jax5d.measure.ledger import ledger
@@ -63,9 +65,29 @@ class Traffic:
         return table
 
 
-def on_first_devices(config: RunConfig) -> Trainer:
-    """A trainer on as many of the devices as the configuration's mesh has."""
-    return Trainer.create(config, mesh=make_mesh(config.mesh, jax.devices()[: config.mesh.size]))
+def on_first_devices(config: RunConfig, optimizer: optax.GradientTransformation | None = None) -> Trainer:
+    """A trainer on as many of the devices as the configuration's mesh has; by default with its own optimizer."""
+    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.size])
+    return Trainer.create(config, mesh=mesh, optimizer=optimizer)
+
+
+def remembering_sgd(rate: float) -> optax.GradientTransformation:
+    """SGD whose state has the gradient that it saw last: `state.opt_state[0].trace`."""
+    return optax.chain(optax.trace(decay=0.0), optax.scale(-rate))
+
+
+def apart(found: jax.Array | np.ndarray, want: np.ndarray) -> float:
+    """The largest difference of any device's shard, or of a host array, from its part of `want`, over the largest value
+    of that."""
+    parts = [(s.data, s.index) for s in found.addressable_shards] if isinstance(found, jax.Array) else [(found, ...)]
+    worst = max(float(np.max(np.abs(np.asarray(data) - want[index]))) for data, index in parts)
+    return worst / float(np.max(np.abs(want)))
+
+
+def less(entries: list[Collective], part: list[Collective]) -> list[Collective]:
+    """What a program sends beyond one that is a part of it."""
+    gone = [Collective(e.op, e.axes, -e.count, -e.payload_bytes, -e.wire_bytes) for e in part]
+    return [e for e in merge([*entries, *gone]) if e.count or e.payload_bytes or e.wire_bytes]
 
 
 def wire_total(entries: list[Collective]) -> float:

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import assert_shards
 
+from experiments import training
 from experiments.ch03_tensor_parallelism import _one_product, _pairs, column_row, split_a_layer
 from jax5d.config import ConfigError, MeshConfig
 from jax5d.costs.collectives import Collective
@@ -82,7 +83,7 @@ def test_bytes(cut: str, given: str, left: str) -> None:
     """On 4 devices, forward and backward."""
     forward, both, _ = programs(cut, given, left, 4)
     sent = ledger(forward, *arrays()[:3])
-    back = _pairs.less(ledger(both, *arrays()), sent)
+    back = training.less(ledger(both, *arrays()), sent)
     ops = [{e.op: e.wire_bytes for e in entries} for entries in (sent, back)]
     assert tuple(ops) == SENT[cut, given, left]
 
@@ -148,8 +149,8 @@ def test_less() -> None:
     """Entries of the same kind are subtracted, what is left of none goes."""
     one, three = (Collective("psum", ("tp",), k, 8 * k, Fraction(12 * k)) for k in (1, 3))
     other = Collective("all_gather", ("tp",), 1, 8, Fraction(24))
-    assert _pairs.less([other, three], [one]) == [other, replace(three, count=2, payload_bytes=16, wire_bytes=24)]
-    assert _pairs.less([one], [one]) == []
+    assert training.less([other, three], [one]) == [other, replace(three, count=2, payload_bytes=16, wire_bytes=24)]
+    assert training.less([one], [one]) == []
 
 
 def test_apart_sees_one_wrong_shard() -> None:
@@ -158,7 +159,7 @@ def test_apart_sees_one_wrong_shard() -> None:
     want = np.array([1.0, 2.0, -4.0], np.float32)
     shards = [jax.device_put(want + (i == 3), device) for i, device in enumerate(mesh.devices.flat)]
     copies = jax.make_array_from_single_device_arrays((3,), jax.sharding.NamedSharding(mesh, P()), shards)
-    assert _pairs.apart(copies, want) == 0.25
+    assert training.apart(copies, want) == 0.25
 
 
 @pytest.mark.parametrize("t", [1, 2, 8])

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from tiny import config, host, ids, trainer
 
 from jax5d.config import ConfigError, RunConfig
 from jax5d.models import hf
-from jax5d.models.build import BATCH_SPEC, _merge
+from jax5d.models.build import BATCH_SPEC
 from jax5d.models.weights import on_host, on_mesh
 from jax5d.parallel import pipeline
 from jax5d.parallel.schedules import forward_only
@@ -38,9 +37,7 @@ def logits(run: RunConfig, params: Any) -> np.ndarray:
 
     def head(outer: Any, y: jax.Array, m: jax.Array) -> jax.Array:
         del m
-        part = _merge(model._graphs[0], outer)
-        table = outer["wte" if run.model.tied else "head"]
-        return jnp.einsum("bsd,vd->bsv", part.norm_f(part.boundary.enter(y)), table)
+        return model.logits(outer, y)
 
     def body(params: Any, inputs: jax.Array) -> jax.Array:
         batch = {"inputs": inputs}

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.training import on_first_devices
+from experiments.training import apart, less, on_first_devices
 from jax5d.config import MeshConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from jax5d.costs.activations import Activations
 from jax5d.costs.collectives import Collective, merge, wire_bytes
@@ -112,7 +112,7 @@ class Block:
         weights = jax.tree.map(kind, self.model.shapes["blocks"])
         forward = jax.shard_map(self.forward, mesh=self.mesh, in_specs=self.specs[:3], out_specs=self.stream)
         there = ledger(forward, weights, stream, ids)
-        return there, _less(ledger(self.both, weights, stream, ids, stream), there)
+        return there, less(ledger(self.both, weights, stream, ids, stream), there)
 
     def kept(self) -> tuple[int, int]:
         """Bytes that a device keeps for the backward pass: of the program's types, and by formula."""
@@ -131,22 +131,9 @@ class Block:
         whole = jax.tree.map(lambda g, part: np.asarray(g).sum(axis=0) if part else g, grads, self.parts)
         names = ("outputs", "gradients of the input", "gradients of weights")
         return {
-            name: max(jax.tree.leaves(jax.tree.map(_off, got, right)))
+            name: max(jax.tree.leaves(jax.tree.map(apart, got, right)))
             for name, got, right in zip(names, (*streams, whole), want, strict=True)
         }
-
-
-def _off(got: Any, want: np.ndarray) -> float:
-    """Of every shard, or of a host array."""
-    shards = [(s.data, s.index) for s in got.addressable_shards] if isinstance(got, jax.Array) else [(got, ...)]
-    worst = max(float(np.max(np.abs(np.asarray(data) - want[index]))) for data, index in shards)
-    return worst / float(np.max(np.abs(want)))
-
-
-def _less(entries: list[Collective], others: list[Collective]) -> list[Collective]:
-    """What `entries` have beyond `others`."""
-    gone = [Collective(e.op, e.axes, -e.count, -e.payload_bytes, -e.wire_bytes) for e in others]
-    return [e for e in merge([*entries, *gone]) if e.count]
 
 
 def draw(model: ModelConfig, rows: int, seed: int) -> tuple:

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from experiments.ch03_tensor_parallelism._pairs import FLOAT, apart, less, place
+from experiments.ch03_tensor_parallelism._pairs import FLOAT, place
+from experiments.training import apart, less
 from jax5d.config import MeshConfig
 from jax5d.costs.collectives import Collective
 from jax5d.measure.ledger import ledger

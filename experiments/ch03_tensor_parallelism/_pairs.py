@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments.training import apart, less
 from jax5d.config import MeshConfig
 from jax5d.costs.collectives import Collective, merge
 from jax5d.measure.ledger import ledger
@@ -256,20 +257,3 @@ def measure(pair: Pair, t: int, problem: Problem) -> Row:
 def place(mesh: jax.sharding.Mesh, arrays: Tree, specs: Tree) -> Tree:
     """Arrays on a mesh, each by its spec."""
     return jax.device_put(arrays, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec))
-
-
-def apart(found: jax.Array, want: np.ndarray) -> float:
-    """The largest difference of any device's shard from its part of `want`, over the largest value of that."""
-    shards = (np.abs(np.asarray(shard.data) - want[shard.index]) for shard in found.addressable_shards)
-    return float(max(shard.max() for shard in shards) / np.abs(want).max())
-
-
-def less(entries: list[Collective], part: list[Collective]) -> list[Collective]:
-    """What a program sends beyond one that is a part of it."""
-    parts = {(e.op, e.axes): e for e in part}
-    found = []
-    for e in entries:
-        p = parts.get((e.op, e.axes), Collective(e.op, e.axes, 0, 0, Fraction(0)))
-        rest = (e.count - p.count, e.payload_bytes - p.payload_bytes, e.wire_bytes - p.wire_bytes)
-        found += [Collective(e.op, e.axes, *rest)] if any(rest) else []
-    return found

@@ -8,13 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from experiments.ch03_tensor_parallelism._block_program import WAYS
-from experiments.training import Traffic
+from experiments.training import Traffic, on_first_devices, remembering_sgd
 from jax5d.config import PRESETS, MeshConfig, ModelConfig, RunConfig, TrainConfig
-from jax5d.mesh import make_mesh
-from jax5d.train.step import Trainer
 
 Tree = Any
 
@@ -49,8 +46,7 @@ class Trained:
         """Train on the first t devices."""
         train = TrainConfig(global_batch=ROWS, seq_len=LENGTH, clip=0)
         config = RunConfig(MeshConfig(tp=t), model, WAYS[way], train, seed=seed)
-        sgd = optax.chain(optax.trace(decay=0.0), optax.scale(-RATE))  # the trace is the last gradient
-        trainer = Trainer.create(config, mesh=make_mesh(config.mesh, jax.devices()[:t]), optimizer=sgd)
+        trainer = on_first_devices(config, remembering_sgd(RATE))
         step = trainer.step.lower(*trainer.arguments).compile(compiler_options=QUICKLY)
         state, losses, times, gradients = trainer.init(), [], [], None
         for batch in _batches(model, seed):

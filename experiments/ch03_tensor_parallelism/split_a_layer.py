@@ -36,7 +36,7 @@ from experiments.ch03_tensor_parallelism._larger import LARGER, seconds
 from experiments.ch03_tensor_parallelism._split_figures import pairs_figure, product_figure
 from experiments.harness import Check, Outcome, save_figure
 from experiments.options import Options
-from experiments.training import wire_total
+from experiments.training import apart, wire_total
 from jax5d.config import ConfigError, MeshConfig
 from jax5d.mesh import make_mesh
 from jax5d.parallel.data import sum_over_varying
@@ -136,7 +136,7 @@ def gelu_of_columns(t: int, x: np.ndarray, w: np.ndarray) -> float:
     layer = partial(product, cut="columns", given="whole", left="split")
     mapped = jax.shard_map(lambda x, w: gelu(layer(x, w)), mesh=mesh, in_specs=(whole, columns), out_specs=columns)
     arrays = pairs.place(mesh, (x, w), (whole, columns))
-    return pairs.apart(jax.jit(mapped)(*arrays), np.asarray(jax.jit(lambda x, w: gelu(x @ w))(x, w)))
+    return apart(jax.jit(mapped)(*arrays), np.asarray(jax.jit(lambda x, w: gelu(x @ w))(x, w)))
 
 
 def early_gelu(t: int, x: np.ndarray, w: np.ndarray) -> float:

@@ -8,12 +8,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from experiments.training import on_first_devices, remembering_sgd
 from jax5d.config import PRESETS, MeshConfig, ParallelConfig, RunConfig, TrainConfig, check
-from jax5d.mesh import make_mesh
 from jax5d.models.build import BATCH_SPEC
 from jax5d.parallel.data import diverge, is_axes, sum_over, sum_over_shards, varying, varying_axes
 from jax5d.train.step import Trainer
@@ -69,9 +68,7 @@ class Trained:
 
 def trainer_of(config: RunConfig) -> Trainer:
     """A trainer on the first devices whose optimizer's state holds the gradient that it saw last."""
-    optimizer = optax.chain(optax.trace(decay=0.0), optax.scale(-RATE))
-    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.size])
-    return Trainer.create(config, mesh=mesh, optimizer=optimizer)
+    return on_first_devices(config, remembering_sgd(RATE))
 
 
 def trained(trainer: Trainer, batch: Batch) -> Trained:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jax5d.config import ConfigError, RunConfig
-from jax5d.costs.parameters import BYTES, FLOAT32
+from jax5d.costs.parameters import BYTES, FLOAT32, own_kv_heads
 from jax5d.costs.zero import Shares
 
 
@@ -77,7 +77,7 @@ class Activations:
     def keys(self) -> int:
         """Keys or values [b, s, m / t, d / a], of one head at least."""
         m = self.config.model
-        return self.tokens * max(m.groups // self.config.mesh.tp, 1) * m.head_dim * self.width
+        return self.tokens * own_kv_heads(m, self.config.mesh) * m.head_dim * self.width
 
     @property
     def hidden(self) -> int:

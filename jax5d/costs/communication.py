@@ -16,7 +16,7 @@ from math import ceil
 from jax5d.config import AXES, RunConfig
 from jax5d.costs.collectives import Collective, merge, sent
 from jax5d.costs.parameter_traffic import ParameterTraffic
-from jax5d.costs.parameters import BYTES, FLOAT32, INT32
+from jax5d.costs.parameters import BYTES, FLOAT32, INT32, own_kv_heads
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,16 @@ class StepTraffic:
         yield from self._of(op, ("tp",), self.tokens * features, count)
 
     def _send(self, count: int) -> Iterator[Collective]:
-        payload = self.stream_tokens * self.config.model.d_model * self.width
-        yield from self._of("ppermute", ("pp",), payload, count, self.config.mesh.pp - 1)
+        yield from self._of("ppermute", ("pp",), self.stream_tokens * self._features, count, self.config.mesh.pp - 1)
 
     def _share(self, count: int) -> Iterator[Collective]:
         """One stage's stream summed into all stages' or all stages' into one's: a masked psum over pp."""
-        yield from self._of("psum", ("pp",), self.stream_tokens * self.config.model.d_model * self.width, count)
+        yield from self._of("psum", ("pp",), self.stream_tokens * self._features, count)
 
     def _ring(self, width: int, count: int) -> Iterator[Collective]:
         """Keys and values once round the ring, c - 1 hops: of this device's heads, at least one."""
         mesh, m = self.config.mesh, self.config.model
-        payload = 2 * self.tokens * max(m.groups // mesh.tp, 1) * m.head_dim * width
+        payload = 2 * self.tokens * own_kv_heads(m, mesh) * m.head_dim * width
         yield from self._of("ppermute", ("cp",), payload, count * (mesh.cp - 1))
 
     def _exchange(self, count: int) -> Iterator[Collective]:
@@ -114,8 +113,8 @@ class StepTraffic:
         yield from self._of("all_to_all", ("ep",), payload, count)
 
     def _forward(self) -> Iterator[Collective]:
-        d, layers = self.config.model.d_model * self.width, self.config.model.layers // self.config.mesh.pp
-        yield from self._sum(d, self.ticks)  # embedding
+        layers = self.config.model.layers // self.config.mesh.pp
+        yield from self._sum(self._features, self.ticks)  # embedding
         yield from self._share(self.ticks)
         yield from self._send(self.ticks)
         yield from self._layers_forward(self.ticks * layers)
@@ -146,19 +145,19 @@ class StepTraffic:
         yield from self._sum(self._features, count) if self.config.model.experts else self._rows(count)
 
     def _head(self) -> Iterator[Collective]:
-        parallel, d = self.config.parallel, self.config.model.d_model * self.width
+        parallel = self.config.parallel
         chunk = ceil(self.tokens / parallel.loss_chunks)
         chunks = parallel.microbatches * parallel.loss_chunks
         yield from self._share(2 * parallel.microbatches)  # the last stage's output to all; its gradient back
-        yield from self._enter(d, parallel.microbatches)
+        yield from self._enter(self._features, parallel.microbatches)
         yield from self._of("pmax", ("pp", "tp"), chunk * FLOAT32, chunks)
         yield from self._of("psum", ("pp", "tp"), 2 * chunk * FLOAT32, chunks)
-        yield from self._sum(d, parallel.microbatches)
+        yield from self._sum(self._features, parallel.microbatches)
 
     def _backward(self) -> Iterator[Collective]:
-        m, d = self.config.model, self.config.model.d_model * self.width
+        m = self.config.model
         count = self.ticks * m.layers // self.config.mesh.pp
-        yield from self._enter(d, self.ticks)  # embedding: the transpose of its sum
+        yield from self._enter(self._features, self.ticks)  # embedding: the transpose of its sum
         yield from self._share(self.ticks)
         yield from self._send(self.ticks - 1)  # what the last tick hands on, nobody waits for
         yield from self._columns(count)  # the transpose of `leave`
@@ -174,9 +173,9 @@ class StepTraffic:
 
     def _recomputed(self, count: int) -> Iterator[Collective]:
         """What is sent again because the value that it made was not kept."""
-        parallel, d = self.config.parallel, self.config.model.d_model * self.width
+        parallel = self.config.parallel
         if parallel.remat != "full":  # inputs of column-parallel layers, kept split; experts keep what they choose from
-            yield from self._enter(d, count * (1 if self.config.model.experts else 2))
+            yield from self._enter(self._features, count * (1 if self.config.model.experts else 2))
         if parallel.remat == "selective":
             yield from self._ring(self.width, count)
         if parallel.remat == "full":

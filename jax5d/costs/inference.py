@@ -21,7 +21,7 @@ from jax5d.costs.collectives import Collective, merge, sent
 from jax5d.costs.gpus import Gpu
 from jax5d.costs.links import Link, all_gather, ring_all_reduce
 from jax5d.costs.parameter_traffic import messages
-from jax5d.costs.parameters import BYTES, FLOAT32, INT32, Leaf, leaves
+from jax5d.costs.parameters import BYTES, FLOAT32, INT32, Leaf, leaves, own_kv_heads
 from jax5d.costs.zero import Shares
 
 ROUNDS, DIGITS = 8, 16
@@ -76,14 +76,8 @@ def _gathered(shares: Shares) -> int:
 def cache_bytes(config: RunConfig, rows: int, tokens: int) -> int:
     """Keys and values of `tokens` tokens of each of `rows` sequences, on one device: 2 L b tokens max(m / t, 1) h."""
     model, mesh = config.model, config.mesh
-    return (
-        2 * model.layers * (rows // mesh.batch_shards) * tokens * _own_heads(config) * model.head_dim * _width(config)
-    )
-
-
-def _own_heads(config: RunConfig) -> int:
-    """Heads of keys and values that a device keeps: at least one, which t / m devices then keep alike."""
-    return max(config.model.groups // config.mesh.tp, 1)
+    heads = model.layers * (rows // mesh.batch_shards) * tokens * own_kv_heads(model, mesh)
+    return 2 * heads * model.head_dim * _width(config)
 
 
 def _width(config: RunConfig) -> int:
@@ -183,8 +177,9 @@ class Pass:
 
     def _used(self, leaf: Leaf) -> int:
         """Elements of a leaf that a device computes with: of heads that all devices store its own ones."""
-        local, model = leaf.local_size(self.config.mesh), self.config.model
-        return local * _own_heads(self.config) // model.groups if leaf.shared and "tp" not in leaf.axes else local
+        model, mesh = self.config.model, self.config.mesh
+        local = leaf.local_size(mesh)
+        return local * own_kv_heads(model, mesh) // model.groups if leaf.shared and "tp" not in leaf.axes else local
 
     def table(self) -> list[Collective]:
         """All collectives of the pass, added up by op and axes; axes of size 1 are left out."""

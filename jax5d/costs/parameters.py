@@ -140,6 +140,11 @@ def _experts(model: ModelConfig) -> list[Leaf]:
     ]
 
 
+def own_kv_heads(model: ModelConfig, mesh: MeshConfig) -> int:
+    """Heads of keys and values that one device computes and keeps: m / t, or one that t / m devices keep alike."""
+    return max(model.groups // mesh.tp, 1)
+
+
 def count(model: ModelConfig) -> int:
     """Parameters of the model, without padding."""
     return sum(math.prod(x.shape) for x in leaves(model, MeshConfig()))

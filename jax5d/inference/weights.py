@@ -34,9 +34,4 @@ def inference_weights(trainer: Trainer, params: Tree) -> Tree:
     read. Norms' scales, biases, positions and routers are rounded too, as ZeRO does, which training without it does
     not. They are the parameters themselves, not a copy, where they have the dtype and are not gathered.
     """
-    if not trainer.zero.replicates:
-        return cast(params, trainer.config.model.dtype)
-    specs = trainer.specs.params, trainer.model.specs
-    return jax.jit(jax.shard_map(trainer.zero.replica, mesh=trainer.mesh, in_specs=specs[:1], out_specs=specs[1]))(
-        params
-    )
+    return trainer.replica(params) if trainer.zero.replicates else cast(params, trainer.config.model.dtype)

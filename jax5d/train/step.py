@@ -169,8 +169,13 @@ class Trainer:
         """A state whose replica is made of its parameters: a new one, or one from a checkpoint."""
         if not self.zero.replicates:
             return state
+        return replace(state, replica=self.replica(state.params))
+
+    @cached_property
+    def replica(self) -> jax.stages.Wrapped:
+        """Compiled params -> the whole copy that the model computes with, at ZeRO-1 and 2."""
         body = self._shard_map(self.zero.replica, (self.specs.params,), self.specs.replica)
-        return replace(state, replica=jax.jit(body, out_shardings=self.shardings.replica)(state.params))
+        return jax.jit(body, out_shardings=self.shardings.replica)
 
     def init(self) -> TrainState:
         """The state before the first step: bitwise the same on every mesh for one seed."""
