@@ -59,7 +59,7 @@ def test_training_with_plain_attention(mesh: dict[str, int]) -> None:
     assert_close(results["plain"][1], results["flash"][1], 5e-6)
 
 
-@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("tp", "kv_heads"), [(1, 2), (2, 2), (4, 1)])
 def test_training_with_plain_attention_of_fewer_heads(tp: int, kv_heads: int) -> None:
     """Each of the key and value heads gets the gradients of all its query heads."""
     check_equivalent(config({"tp": tp}, attention="plain", kv_heads=kv_heads), steps=1)
